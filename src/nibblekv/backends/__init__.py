@@ -1,0 +1,70 @@
+"""The backends: one module each behind the same functions, one line each in a table, chosen plainly.
+
+A backend module has `unavailable_reason() -> str | None` (why it cannot run on this machine), `supports(layout, options,
+device) -> str | None` (why it cannot serve this call), `reshape_and_cache` and `paged_attention` with the signatures of
+`reference.py`. Backends never import one another.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+import torch
+
+from nibblekv.layout import KVCacheLayout
+from nibblekv.options import AttentionOptions
+
+__all__ = ["available_backends", "get_backend", "select_backend"]
+
+# Preferred order of `auto`: the first whose device types hold the tensors' and that supports the call.
+BACKENDS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "triton": ("nibblekv.backends.triton", ("cuda",)),
+    "cpu": ("nibblekv.backends.cpu", ("cpu",)),
+    "reference": ("nibblekv.backends.reference", ()),
+}
+
+
+def get_backend(name: str) -> ModuleType:
+    """Import a backend by its name in `BACKENDS`.
+
+    Raises:
+        ValueError: no such name.
+    """
+    if name not in BACKENDS:
+        raise ValueError(f"backend: expected 'auto' or one of {', '.join(BACKENDS)}, got {name!r}")
+    return importlib.import_module(BACKENDS[name][0])
+
+
+def available_backends() -> dict[str, str | None]:
+    """Return, per backend, None if it can run on this machine, else the reason why not."""
+    return {name: get_backend(name).unavailable_reason() for name in BACKENDS}
+
+
+def select_backend(
+    name: str, layout: KVCacheLayout, options: AttentionOptions | None, device: torch.device
+) -> ModuleType:
+    """Return the module that serves a call.
+
+    Args:
+        name: a backend, which is then used or refused and never replaced; or `auto`, the first of `BACKENDS` that is
+            made for the device, available, and supports the layout and options.
+        options: None for a write.
+
+    Raises:
+        ValueError: unknown name.
+        NotImplementedError: the named backend cannot serve the call; the message says why.
+    """
+    if name != "auto":
+        backend = get_backend(name)
+        reason = backend.unavailable_reason() or backend.supports(layout, options, device)
+        if reason is not None:
+            raise NotImplementedError(f"backend {name!r} cannot serve this call: {reason}")
+        return backend
+    for candidate, (_, device_types) in BACKENDS.items():
+        if device_types and device.type not in device_types:
+            continue
+        backend = get_backend(candidate)
+        if (backend.unavailable_reason() or backend.supports(layout, options, device)) is None:
+            return backend
+    raise AssertionError("the reference backend supports every call")

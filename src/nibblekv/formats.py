@@ -1,0 +1,195 @@
+"""Quantized formats: one table row each, and the only torch code that knows their bits.
+
+A format stores one row (one token of one KV head, `head_size` values) as `row_bytes(head_size)` bytes of codes and one
+32-bit scale word. Every format decodes by the same affine formula, in the rotated domain:
+
+    y_hat[d] = scale * code[d] + bias        (scale, bias) = unpack_scale_word(word)
+
+and a word of zero decodes to (0, 0), so a zeroed page reads as zeros. `docs/format.md` is the normative text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from nibblekv.rotation import RotationKind
+
+__all__ = ["FORMATS", "QuantFormat", "decode_rows", "encode_rows", "get_format", "unpack_codes", "unpack_scale_word"]
+
+CodeKind = Literal["uint4", "int8", "fp8"]
+WordKind = Literal["scale_zero", "scale_min", "scale"]
+PageKind = Literal["interleaved", "planar"]
+
+SCALE_WORD_BYTES = 4
+MIN_HEAD_SIZE, MAX_HEAD_SIZE, HEAD_SIZE_MULTIPLE = 32, 512, 8
+
+_CODE_BITS = {"uint4": 4, "int8": 8, "fp8": 8}
+_CODE_MAX = {"uint4": 15.0, "int8": 127.0, "fp8": 448.0}
+_ZERO_POINT_MASK = 0xF
+_HIGH_HALF = -0x10000  # 0xffff0000 as a signed 32-bit integer
+_NAN_WORD = {"scale_zero": 0x7FC00000, "scale": 0x7FC00000, "scale_min": 0x7FC07FC0}
+# A scale below this is stored as 0 (scale_min) or raised to it (the fp32 words): its reciprocal would leave float32.
+SCALE_FLOOR = 2.0**-100
+
+
+@dataclass(frozen=True)
+class QuantFormat:
+    """One way to store a row of keys or values.
+
+    Attributes:
+        name: what a user types.
+        version: raised whenever the meaning of stored bytes changes; peers compare it before they exchange pages.
+        code: how one value is stored. `uint4`: two to a byte, even dimension in the low nibble.
+        word: what the 32-bit scale word holds (see `unpack_scale_word`).
+        rotation: applied to the head vector before coding, undone after decoding (see `rotation.py`).
+        page: the page arrangement that the format uses unless a layout asks for the other (see `layout.py`).
+        summary: one line for people.
+    """
+
+    name: str
+    version: int
+    code: CodeKind
+    word: WordKind
+    rotation: RotationKind
+    page: PageKind
+    summary: str
+
+    @property
+    def bits(self) -> int:
+        """Bits of one code."""
+        return _CODE_BITS[self.code]
+
+    @property
+    def code_max(self) -> float:
+        """Largest code value."""
+        return _CODE_MAX[self.code]
+
+    def row_bytes(self, head_size: int) -> int:
+        """Bytes of the codes of one row, without its scale word."""
+        return head_size * self.bits // 8
+
+    def bits_per_value(self, head_size: int) -> float:
+        """Stored bits per value, scale word included."""
+        return 8 * (self.row_bytes(head_size) + SCALE_WORD_BYTES) / head_size
+
+
+FORMATS: dict[str, QuantFormat] = {
+    f.name: f
+    for f in (
+        QuantFormat("int4", 1, "uint4", "scale_min", "full", "planar", "4-bit, whole-head rotation, 16-bit scale and minimum"),
+        QuantFormat(
+            "int4_per_token_head", 1, "uint4", "scale_zero", "block", "interleaved", "4-bit, the bytes that vLLM writes"
+        ),
+        QuantFormat("int8_per_token_head", 1, "int8", "scale", "none", "interleaved", "8-bit integers, symmetric"),
+        QuantFormat("fp8_per_token_head", 1, "fp8", "scale", "none", "interleaved", "8-bit floats (e4m3), symmetric"),
+    )
+}
+
+
+def get_format(format: str | QuantFormat) -> QuantFormat:
+    """Return the table row of a name (a row passes through).
+
+    Raises:
+        ValueError: the name is not in `FORMATS`.
+    """
+    if isinstance(format, QuantFormat):
+        return format
+    if format not in FORMATS:
+        raise ValueError(f"format: expected one of {', '.join(FORMATS)}, got {format!r}")
+    return FORMATS[format]
+
+
+def check_head_size(head_size: int, name: str = "head_size") -> None:
+    """Raise ValueError unless a head of this size can be stored."""
+    if not (MIN_HEAD_SIZE <= head_size <= MAX_HEAD_SIZE and head_size % HEAD_SIZE_MULTIPLE == 0):
+        raise ValueError(
+            f"{name}: expected a multiple of {HEAD_SIZE_MULTIPLE} from {MIN_HEAD_SIZE} to {MAX_HEAD_SIZE}, got {head_size}"
+        )
+
+
+def encode_rows(y: torch.Tensor, fmt: QuantFormat) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize rotated rows.
+
+    A row that holds NaN or Inf, or whose range leaves the scale's, is stored as code 0 with a NaN scale word, so that it
+    decodes to NaN in every dimension and nothing else does.
+
+    Args:
+        y: [..., head_size] float32, in the rotated domain.
+
+    Returns:
+        codes: [..., row_bytes] uint8.
+        words: [...] int32, the scale words.
+    """
+    lo, hi = y.amin(-1), y.amax(-1)
+    if fmt.word == "scale_min":
+        bias = _round_bfloat16(lo, up=False)
+        scale = _round_bfloat16((hi - bias) / fmt.code_max, up=True)
+        scale = torch.where(scale < SCALE_FLOOR, torch.zeros_like(scale), scale)
+        inverse = torch.where(scale > 0, 1.0 / scale, torch.zeros_like(scale))
+        codes = (y - bias[..., None]) * inverse[..., None]
+        words = scale.view(torch.int32) | ((bias.view(torch.int32) >> 16) & 0xFFFF)
+    elif fmt.word == "scale_zero":
+        # The range always includes zero: a zero point clamped to 0..15 cannot express a row that does not straddle it.
+        lo, hi = lo.clamp(max=0.0), hi.clamp(min=0.0)
+        scale = ((hi - lo) / fmt.code_max).clamp(min=SCALE_FLOOR)
+        zero_point = torch.floor(-lo / scale + 0.5).clamp(0, fmt.code_max)
+        codes = y * (1.0 / scale)[..., None] + zero_point[..., None]
+        words = (scale.view(torch.int32) & ~_ZERO_POINT_MASK) | zero_point.nan_to_num(0.0).to(torch.int32)
+    else:
+        scale = (torch.maximum(hi, -lo) / fmt.code_max).clamp(min=SCALE_FLOOR)
+        codes = y * (1.0 / scale)[..., None]
+        words = scale.view(torch.int32)
+    bad = ~(torch.isfinite(y).all(-1) & torch.isfinite(scale) & torch.isfinite(hi - lo))
+    words = torch.where(bad, torch.full_like(words, _NAN_WORD[fmt.word]), words)
+    codes = torch.where(bad[..., None], torch.zeros_like(codes), codes)
+    return _pack_codes(codes, fmt), words
+
+
+def decode_rows(codes: torch.Tensor, words: torch.Tensor, fmt: QuantFormat) -> torch.Tensor:
+    """Return [..., head_size] float32 in the rotated domain from codes [..., row_bytes] uint8 and words [...] int32."""
+    scale, bias = unpack_scale_word(words, fmt)
+    return unpack_codes(codes, fmt) * scale[..., None] + bias[..., None]
+
+
+def unpack_codes(codes: torch.Tensor, fmt: QuantFormat) -> torch.Tensor:
+    """Return the code values [..., head_size] float32 of packed codes [..., row_bytes] uint8."""
+    if fmt.code == "uint4":
+        return torch.stack((codes & 0xF, codes >> 4), -1).flatten(-2).to(torch.float32)
+    return codes.view(torch.int8 if fmt.code == "int8" else torch.float8_e4m3fn).to(torch.float32)
+
+
+def unpack_scale_word(words: torch.Tensor, fmt: QuantFormat) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (scale, bias), each [...] float32, of int32 scale words.
+
+    scale_min: bits 31..16 are `scale` and bits 15..0 are `bias`, both bfloat16.
+    scale_zero: bits 3..0 are the zero point z, the word with those bits cleared is `scale` as float32; bias = -z * scale.
+    scale: the word is `scale` as float32; bias = 0.
+    """
+    if fmt.word == "scale_min":
+        return (words & _HIGH_HALF).view(torch.float32), (words << 16).view(torch.float32)
+    if fmt.word == "scale_zero":
+        scale = (words & ~_ZERO_POINT_MASK).view(torch.float32)
+        return scale, -(words & _ZERO_POINT_MASK).to(torch.float32) * scale
+    return words.view(torch.float32), torch.zeros(words.shape, device=words.device)
+
+
+def _pack_codes(codes: torch.Tensor, fmt: QuantFormat) -> torch.Tensor:
+    if fmt.code == "uint4":
+        nibbles = torch.floor(codes + 0.5).clamp(0, fmt.code_max).to(torch.uint8)
+        return nibbles[..., 0::2] | (nibbles[..., 1::2] << 4)
+    if fmt.code == "int8":
+        rounded = torch.trunc(codes + torch.copysign(torch.full_like(codes, 0.5), codes))
+        return rounded.clamp(-128, fmt.code_max).to(torch.int8).view(torch.uint8)
+    return codes.clamp(-fmt.code_max, fmt.code_max).to(torch.float8_e4m3fn).view(torch.uint8)
+
+
+def _round_bfloat16(x: torch.Tensor, up: bool) -> torch.Tensor:
+    """Round float32 to a bfloat16 value (returned as float32), towards +inf or -inf."""
+    bits = x.contiguous().view(torch.int32)
+    truncated = bits & _HIGH_HALF  # towards zero
+    away = (bits & 0xFFFF) != 0
+    step = away & ((x > 0) if up else (x < 0))
+    return torch.where(step, truncated + 0x10000, truncated).view(torch.float32)

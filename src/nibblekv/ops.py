@@ -1,0 +1,238 @@
+"""The public operations: check the arguments, select a backend, call it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from nibblekv.backends import reference, select_backend
+from nibblekv.formats import QuantFormat, check_head_size, decode_rows, encode_rows, get_format
+from nibblekv.layout import KVCacheLayout
+from nibblekv.options import AttentionOptions
+from nibblekv.rotation import rotate, unrotate
+
+__all__ = ["dequantize", "gather_and_dequantize", "paged_attention", "quantize", "reshape_and_cache"]
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+_INDICES = (torch.int32, torch.int64)
+
+
+def quantize(x: torch.Tensor, format: str | QuantFormat = "int4") -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotate and quantize head vectors, each with its own scale word.
+
+    x_hat = R^-1 (scale * code + bias); |R x - R x_hat| <= scale / 2 in every rotated dimension for `int4`.
+
+    Args:
+        x: [..., head_size] float16, bfloat16 or float32. A row with NaN or Inf decodes to NaN; others are untouched.
+        format: a name in `FORMATS`.
+
+    Returns:
+        codes: [..., row_bytes] uint8 and words: [...] int32 (docs/format.md).
+
+    Raises:
+        TypeError, ValueError: dtype, head size or format.
+    """
+    fmt = get_format(format)
+    _check_dtype("x", x, _FLOATS)
+    check_head_size(x.shape[-1])
+    return encode_rows(rotate(x, fmt.rotation), fmt)
+
+
+def dequantize(codes: torch.Tensor, words: torch.Tensor, format: str | QuantFormat = "int4") -> torch.Tensor:
+    """Invert `quantize`: codes [..., row_bytes] uint8 and words [...] int32 to [..., head_size] float32."""
+    fmt = get_format(format)
+    _check_dtype("codes", codes, (torch.uint8,))
+    _check_dtype("words", words, (torch.int32,))
+    if codes.shape[:-1] != words.shape:
+        raise ValueError(f"words: expected shape {tuple(codes.shape[:-1])}, got {tuple(words.shape)}")
+    return unrotate(decode_rows(codes, words, fmt), fmt.rotation)
+
+
+def reshape_and_cache(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    layout: KVCacheLayout,
+    *,
+    backend: str = "auto",
+) -> None:
+    """Rotate, quantize and write keys and values into their slots. Mutates kv_cache.
+
+    Args:
+        key: [num_tokens, num_kv_heads, head_size] float16, bfloat16 or float32; any strides, last dimension contiguous.
+        value: [num_tokens, num_kv_heads, head_size_v], same dtype.
+        kv_cache: uint8 of `layout.shape(num_blocks)`, any strides that `layout.views` takes.
+        slot_mapping: [num_tokens] int32 or int64; slot s is row s % block_size of page s // block_size; negative: skip.
+        backend: see `select_backend`.
+
+    Raises:
+        TypeError, ValueError: an argument, before anything is written. Slots out of range are found on the CPU; on a GPU,
+            where a check would wait for the device, they are skipped.
+        NotImplementedError: the named backend cannot serve the call.
+    """
+    layout.check(kv_cache)
+    num_tokens = slot_mapping.shape[0] if slot_mapping.dim() == 1 else -1
+    _check_rows("key", key, num_tokens, layout.num_kv_heads, layout.head_size)
+    _check_rows("value", value, num_tokens, layout.num_kv_heads, layout.head_size_v)
+    if value.dtype != key.dtype:
+        raise TypeError(f"value: expected the dtype of key, {key.dtype}, got {value.dtype}")
+    _check_dtype("slot_mapping", slot_mapping, _INDICES)
+    for name, tensor in (("key", key), ("value", value), ("slot_mapping", slot_mapping)):
+        _check_device(name, tensor, kv_cache.device)
+    if num_tokens == 0:
+        return
+    num_slots = kv_cache.shape[0] * layout.block_size
+    if kv_cache.device.type == "cpu" and int(slot_mapping.max()) >= num_slots:
+        raise ValueError(f"slot_mapping: expected slots below {num_slots}, got {int(slot_mapping.max())}")
+    select_backend(backend, layout, None, kv_cache.device).reshape_and_cache(key, value, kv_cache, slot_mapping, layout)
+
+
+def gather_and_dequantize(
+    kv_cache: torch.Tensor, block_table: torch.Tensor, seq_len: int, layout: KVCacheLayout
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the key [seq_len, num_kv_heads, head_size] and value [.., head_size_v] of one sequence, as float32.
+
+    Args:
+        block_table: [max_blocks] int32 or int64, the sequence's pages in order.
+        seq_len: tokens to read.
+    """
+    _check_dtype("block_table", block_table, _INDICES)
+    if not 0 <= seq_len <= block_table.shape[-1] * layout.block_size:
+        raise ValueError(
+            f"seq_len: expected 0 to {block_table.shape[-1] * layout.block_size}, the table's tokens, got {seq_len}"
+        )
+    return reference.gather_and_dequantize(kv_cache, block_table, seq_len, layout)
+
+
+def paged_attention(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    layout: KVCacheLayout,
+    *,
+    softmax_scale: float | None = None,
+    key: torch.Tensor | None = None,
+    value: torch.Tensor | None = None,
+    max_query_len: int | None = None,
+    max_seq_len: int | None = None,
+    out: torch.Tensor | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+    **options: Any,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attend queries to packed pages. The pages already hold every key and value, the queries' own included.
+
+    out[i] = sum_j softmax_j(score(i, j)) v_hat[j] over the visible keys j; `AttentionOptions` states the rule.
+
+    Args:
+        query: [num_tokens, num_query_heads, head_size] float16, bfloat16 or float32; the sequences' queries one after
+            another, the last of a sequence at its last position.
+        kv_cache: uint8 pages of `layout`.
+        block_table: [num_seqs, max_blocks] int32 or int64.
+        seq_lens: [num_seqs] int32 or int64, tokens of each sequence with its queries.
+        query_start_loc: [num_seqs + 1] int32 or int64, the first query of each sequence, and the end.
+        softmax_scale: default head_size ** -0.5.
+        key, value: [num_tokens, num_kv_heads, head_size(_v)], the queries' own raw keys and values. Given, they are
+            attended in place of their stored form (prefill at full speed and accuracy; results then depend slightly on
+            where a prompt is cut into chunks). Left out, only stored bytes are read.
+        max_query_len, max_seq_len: upper bounds; given, a GPU call needs no read-back (default: from the shapes).
+        out: [num_tokens, num_query_heads, head_size_v] to write; float8_e4m3fn with output_scale, else query's dtype.
+        return_lse: also return the natural log-sum-exp of each row's scores, [num_tokens, num_query_heads] float32.
+        options: the fields of `AttentionOptions`.
+
+    Raises:
+        TypeError, ValueError: an argument.
+        NotImplementedError: the named backend cannot serve the call.
+    """
+    layout.check(kv_cache)
+    num_seqs = seq_lens.shape[0]
+    opts = AttentionOptions(softmax_scale=layout.head_size**-0.5 if softmax_scale is None else softmax_scale, **options)
+    if query.dim() != 3 or query.shape[1] % layout.num_kv_heads or query.shape[2] != layout.head_size:
+        raise ValueError(
+            f"query: expected [num_tokens, a multiple of {layout.num_kv_heads} heads, {layout.head_size}], "
+            f"got {tuple(query.shape)}"
+        )
+    _check_dtype("query", query, _FLOATS)
+    opts.check(num_seqs, query.shape[1], query.device)
+    for name, tensor, dims in (("block_table", block_table, 2), ("seq_lens", seq_lens, 1), ("query_start_loc", query_start_loc, 1)):
+        _check_dtype(name, tensor, _INDICES)
+        if tensor.dim() != dims or tensor.shape[0] != num_seqs + (name == "query_start_loc"):
+            raise ValueError(f"{name}: expected {dims} dimensions for {num_seqs} sequences, got shape {tuple(tensor.shape)}")
+        _check_device(name, tensor, query.device)
+    _check_device("kv_cache", kv_cache, query.device)
+    if (key is None) != (value is None):
+        raise ValueError("value: expected key and value together, got one of them")
+    if key is not None and value is not None:
+        _check_rows("key", key, query.shape[0], layout.num_kv_heads, layout.head_size)
+        _check_rows("value", value, query.shape[0], layout.num_kv_heads, layout.head_size_v)
+    out_dtype = query.dtype if opts.output_scale is None else torch.float8_e4m3fn
+    out_shape = (query.shape[0], query.shape[1], layout.head_size_v)
+    if out is None:
+        out = torch.empty(out_shape, dtype=out_dtype, device=query.device)
+    elif out.shape != out_shape or out.dtype != out_dtype or out.device != query.device:
+        raise ValueError(
+            f"out: expected {out_shape} {out_dtype} on {query.device}, got {tuple(out.shape)} {out.dtype} on {out.device}"
+        )
+    lse = torch.empty(out_shape[:2], dtype=torch.float32, device=query.device) if return_lse else None
+    capacity = block_table.shape[1] * layout.block_size
+    if query.device.type == "cpu":
+        max_query_len, max_seq_len = _check_lengths(query, kv_cache, block_table, seq_lens, query_start_loc, layout)
+    module = select_backend(backend, layout, opts, query.device)
+    if query.shape[0]:
+        module.paged_attention(
+            query, kv_cache, block_table, seq_lens, query_start_loc, layout, opts, out, lse, key, value,
+            query.shape[0] if max_query_len is None else max_query_len,
+            capacity if max_seq_len is None else min(max_seq_len, capacity),
+        )  # fmt: skip
+    return out if lse is None else (out, lse)
+
+
+def _check_lengths(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    layout: KVCacheLayout,
+) -> tuple[int, int]:
+    """Check what only a host can read without waiting; return (longest query, longest sequence)."""
+    starts = query_start_loc.tolist()
+    lengths = seq_lens.tolist()
+    if starts[0] != 0 or starts[-1] != query.shape[0] or starts != sorted(starts):
+        raise ValueError(f"query_start_loc: expected 0 rising to {query.shape[0]}, got {starts}")
+    query_lens = [end - begin for begin, end in zip(starts, starts[1:], strict=False)]
+    for query_len, seq_len in zip(query_lens, lengths, strict=True):
+        if not query_len <= seq_len <= block_table.shape[1] * layout.block_size:
+            raise ValueError(
+                f"seq_lens: expected from the query length {query_len} to {block_table.shape[1] * layout.block_size}, "
+                f"the block table's tokens, got {seq_len}"
+            )
+    used = torch.arange(block_table.shape[1])[None, :] * layout.block_size < seq_lens[:, None]
+    blocks = block_table[used]
+    if blocks.numel() and not 0 <= int(blocks.min()) <= int(blocks.max()) < kv_cache.shape[0]:
+        raise ValueError(
+            f"block_table: expected pages 0 to {kv_cache.shape[0] - 1}, got {int(blocks.min())} to {int(blocks.max())}"
+        )
+    return max(query_lens, default=0), max(lengths, default=0)
+
+
+def _check_dtype(name: str, tensor: torch.Tensor, expected: tuple[torch.dtype, ...]) -> None:
+    if tensor.dtype not in expected:
+        raise TypeError(f"{name}: expected one of {', '.join(map(str, expected))}, got {tensor.dtype}")
+
+
+def _check_device(name: str, tensor: torch.Tensor, expected: torch.device) -> None:
+    if tensor.device != expected:
+        raise ValueError(f"{name}: expected device {expected}, got {tensor.device}")
+
+
+def _check_rows(name: str, rows: torch.Tensor, num_tokens: int, num_kv_heads: int, head_size: int) -> None:
+    if tuple(rows.shape) != (num_tokens, num_kv_heads, head_size):
+        raise ValueError(f"{name}: expected shape {(num_tokens, num_kv_heads, head_size)}, got {tuple(rows.shape)}")
+    _check_dtype(name, rows, _FLOATS)
+    if rows.stride(-1) != 1:
+        raise ValueError(f"{name}: expected a contiguous last dimension, got strides {rows.stride()}")

@@ -1,0 +1,107 @@
+"""What an attention call may ask for, beside its tensors: one frozen record that every backend receives."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+import torch
+
+__all__ = ["AttentionOptions"]
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """Options of one attention call. Positions are absolute: query i of a sequence stands at seq_len - query_len + i.
+
+    A key at position k is visible to a query at position q if
+
+        base = (k <= q if causal else True)
+               and (window:  q - k < sliding_window, and k - q < sliding_window where not causal)
+               and (chunks:  q // chunk_size - k // chunk_size <= chunk_lookback, in place of the window)
+               and (R-SWA:   k < rswa_prefix_lens[b] or q - k < rswa_window, in place of the window)
+        visible = base or (q and k lie in one mm_prefix range, which with mm_prefix_clamp must also meet q - k < sliding_window)
+
+    and its score is softcap(softmax_scale * q.k) + ALiBi + query-query bias. A key that is not visible never changes the
+    row, whatever bytes it holds. A row that sees nothing returns zeros and a log-sum-exp of -inf.
+
+    Attributes:
+        softmax_scale: multiplies q.k.
+        causal: one flag, or [B] bool, one per sequence.
+        sliding_window: visible positions including the query's own; 0 means all.
+        chunk_lookback: -1 means no chunks; else chunk_size = sliding_window // (chunk_lookback + 1).
+        rswa_prefix_lens: [B] integer, with rswa_window: every query sees the prefix and a window.
+        softcap: scores become softcap * tanh(score / softcap); 0 means none.
+        alibi_slopes: [num_query_heads] float32; adds slope * (k - q).
+        alibi_sqrt: adds -slope * sqrt(q - k) for k <= q and 0 beyond, in place of the linear term.
+        sinks: [num_query_heads] float32; one extra logit per head that takes probability and gives no value.
+        qq_bias: [max query_len, max query_len] float32, added between the queries of one call.
+        mm_prefix_ranges: [B, R, 2] int32, inclusive (first, last) positions; ranges with first >= last are unused.
+        mm_prefix_clamp: see above.
+        output_scale: [1] float32; the output is out / output_scale, saturated to float8_e4m3fn.
+        batch_invariant: bitwise the same row whatever else is in the batch.
+    """
+
+    softmax_scale: float
+    causal: bool | torch.Tensor = True
+    sliding_window: int = 0
+    chunk_lookback: int = -1
+    rswa_prefix_lens: torch.Tensor | None = None
+    rswa_window: int = 0
+    softcap: float = 0.0
+    alibi_slopes: torch.Tensor | None = None
+    alibi_sqrt: bool = False
+    sinks: torch.Tensor | None = None
+    qq_bias: torch.Tensor | None = None
+    mm_prefix_ranges: torch.Tensor | None = None
+    mm_prefix_clamp: bool = False
+    output_scale: torch.Tensor | None = None
+    batch_invariant: bool = False
+
+    @property
+    def chunk_size(self) -> int:
+        """Positions of a chunk of chunked attention, 0 without chunks."""
+        return self.sliding_window // (self.chunk_lookback + 1) if self.chunk_lookback >= 0 else 0
+
+    def check(self, num_seqs: int, num_query_heads: int, device: torch.device) -> None:
+        """Raise ValueError or TypeError for options that contradict themselves or the call. Reads metadata only."""
+        if not (math.isfinite(self.softmax_scale) and self.softmax_scale > 0):
+            raise ValueError(f"softmax_scale: expected a positive finite number, got {self.softmax_scale}")
+        if self.sliding_window < 0:
+            raise ValueError(f"sliding_window: expected 0 (none) or more, got {self.sliding_window}")
+        if not (math.isfinite(self.softcap) and self.softcap >= 0):
+            raise ValueError(f"softcap: expected 0 (none) or a positive finite number, got {self.softcap}")
+        if self.chunk_lookback < -1:
+            raise ValueError(f"chunk_lookback: expected -1 (none) or more, got {self.chunk_lookback}")
+        if self.chunk_lookback >= 0 and self.chunk_size < 1:
+            raise ValueError(
+                f"sliding_window: expected at least chunk_lookback + 1 = {self.chunk_lookback + 1} with chunked attention, "
+                f"got {self.sliding_window}"
+            )
+        if (self.rswa_prefix_lens is None) != (self.rswa_window == 0):
+            raise ValueError(f"rswa_window: expected it together with rswa_prefix_lens, got {self.rswa_window}")
+        if self.rswa_prefix_lens is not None and self.chunk_lookback >= 0:
+            raise ValueError("rswa_window: expected no chunk_lookback beside it")
+        if self.alibi_sqrt and self.alibi_slopes is None:
+            raise ValueError("alibi_sqrt: expected alibi_slopes with it, got None")
+        if self.mm_prefix_clamp and self.mm_prefix_ranges is None:
+            raise ValueError("mm_prefix_clamp: expected mm_prefix_ranges with it, got None")
+        for name, shape in (
+            ("causal", (num_seqs,)),
+            ("rswa_prefix_lens", (num_seqs,)),
+            ("alibi_slopes", (num_query_heads,)),
+            ("sinks", (num_query_heads,)),
+            ("output_scale", (1,)),
+        ):
+            tensor = getattr(self, name)
+            if isinstance(tensor, torch.Tensor) and tuple(tensor.shape) != shape:
+                raise ValueError(f"{name}: expected shape {shape}, got {tuple(tensor.shape)}")
+        ranges = self.mm_prefix_ranges
+        if ranges is not None and (ranges.dim() != 3 or ranges.shape[0] != num_seqs or ranges.shape[2] != 2):
+            raise ValueError(f"mm_prefix_ranges: expected shape ({num_seqs}, R, 2), got {tuple(ranges.shape)}")
+        if self.qq_bias is not None and (self.qq_bias.dim() != 2 or self.qq_bias.shape[0] != self.qq_bias.shape[1]):
+            raise ValueError(f"qq_bias: expected a square matrix, got shape {tuple(self.qq_bias.shape)}")
+        for field in fields(self):
+            tensor = getattr(self, field.name)
+            if isinstance(tensor, torch.Tensor) and tensor.device != device:
+                raise ValueError(f"{field.name}: expected device {device}, got {tensor.device}")
