@@ -79,7 +79,7 @@ class QuantFormat:
 FORMATS: dict[str, QuantFormat] = {
     f.name: f
     for f in (
-        QuantFormat("int4", 1, "uint4", "scale_min", "full", "planar", "4-bit, whole-head rotation, 16-bit scale and minimum"),
+        QuantFormat("int4", 1, "uint4", "scale_min", "full", "planar", "4-bit, whole-head rotation, 16-bit scale and min"),
         QuantFormat(
             "int4_per_token_head", 1, "uint4", "scale_zero", "block", "interleaved", "4-bit, the bytes that vLLM writes"
         ),

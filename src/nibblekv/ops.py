@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -158,7 +159,11 @@ def paged_attention(
         )
     _check_dtype("query", query, _FLOATS)
     opts.check(num_seqs, query.shape[1], query.device)
-    for name, tensor, dims in (("block_table", block_table, 2), ("seq_lens", seq_lens, 1), ("query_start_loc", query_start_loc, 1)):
+    for name, tensor, dims in (
+        ("block_table", block_table, 2),
+        ("seq_lens", seq_lens, 1),
+        ("query_start_loc", query_start_loc, 1),
+    ):
         _check_dtype(name, tensor, _INDICES)
         if tensor.dim() != dims or tensor.shape[0] != num_seqs + (name == "query_start_loc"):
             raise ValueError(f"{name}: expected {dims} dimensions for {num_seqs} sequences, got shape {tuple(tensor.shape)}")
@@ -204,7 +209,7 @@ def _check_lengths(
     lengths = seq_lens.tolist()
     if starts[0] != 0 or starts[-1] != query.shape[0] or starts != sorted(starts):
         raise ValueError(f"query_start_loc: expected 0 rising to {query.shape[0]}, got {starts}")
-    query_lens = [end - begin for begin, end in zip(starts, starts[1:], strict=False)]
+    query_lens = [end - begin for begin, end in pairwise(starts)]
     for query_len, seq_len in zip(query_lens, lengths, strict=True):
         if not query_len <= seq_len <= block_table.shape[1] * layout.block_size:
             raise ValueError(

@@ -20,7 +20,7 @@ class AttentionOptions:
                and (window:  q - k < sliding_window, and k - q < sliding_window where not causal)
                and (chunks:  q // chunk_size - k // chunk_size <= chunk_lookback, in place of the window)
                and (R-SWA:   k < rswa_prefix_lens[b] or q - k < rswa_window, in place of the window)
-        visible = base or (q and k lie in one mm_prefix range, which with mm_prefix_clamp must also meet q - k < sliding_window)
+        visible = base or (q and k lie in one mm_prefix range; with mm_prefix_clamp also q - k < sliding_window)
 
     and its score is softcap(softmax_scale * q.k) + ALiBi + query-query bias. A key that is not visible never changes the
     row, whatever bytes it holds. A row that sees nothing returns zeros and a log-sum-exp of -inf.
