@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 
@@ -86,22 +86,29 @@ class AttentionOptions:
             raise ValueError("alibi_sqrt: expected alibi_slopes with it, got None")
         if self.mm_prefix_clamp and self.mm_prefix_ranges is None:
             raise ValueError("mm_prefix_clamp: expected mm_prefix_ranges with it, got None")
-        for name, shape in (
-            ("causal", (num_seqs,)),
-            ("rswa_prefix_lens", (num_seqs,)),
-            ("alibi_slopes", (num_query_heads,)),
-            ("sinks", (num_query_heads,)),
-            ("output_scale", (1,)),
+        for name, kind, shape in (
+            ("causal", "bool", (num_seqs,)),
+            ("rswa_prefix_lens", "integer", (num_seqs,)),
+            ("alibi_slopes", "float", (num_query_heads,)),
+            ("sinks", "float", (num_query_heads,)),
+            ("qq_bias", "float", ("N", "N")),
+            ("mm_prefix_ranges", "integer", (num_seqs, "R", 2)),
+            ("output_scale", "float", (1,)),
         ):
             tensor = getattr(self, name)
-            if isinstance(tensor, torch.Tensor) and tuple(tensor.shape) != shape:
-                raise ValueError(f"{name}: expected shape {shape}, got {tuple(tensor.shape)}")
-        ranges = self.mm_prefix_ranges
-        if ranges is not None and (ranges.dim() != 3 or ranges.shape[0] != num_seqs or ranges.shape[2] != 2):
-            raise ValueError(f"mm_prefix_ranges: expected shape ({num_seqs}, R, 2), got {tuple(ranges.shape)}")
-        if self.qq_bias is not None and (self.qq_bias.dim() != 2 or self.qq_bias.shape[0] != self.qq_bias.shape[1]):
-            raise ValueError(f"qq_bias: expected a square matrix, got shape {tuple(self.qq_bias.shape)}")
-        for field in fields(self):
-            tensor = getattr(self, field.name)
-            if isinstance(tensor, torch.Tensor) and tensor.device != device:
-                raise ValueError(f"{field.name}: expected device {device}, got {tensor.device}")
+            if isinstance(tensor, torch.Tensor):
+                _check_tensor(name, tensor, kind, shape, device)
+
+
+def _check_tensor(name: str, tensor: torch.Tensor, kind: str, shape: tuple[int | str, ...], device: torch.device) -> None:
+    """Raise unless the tensor has the kind of dtype, the shape (equal letters are equal sizes) and the device."""
+    actual = "bool" if tensor.dtype == torch.bool else "float" if tensor.dtype.is_floating_point else "integer"
+    if actual != kind:
+        raise TypeError(f"{name}: expected a {kind} tensor, got {tensor.dtype}")
+    sizes: dict[int | str, int] = {}
+    if tensor.dim() != len(shape) or any(
+        m != (n if isinstance(n, int) else sizes.setdefault(n, m)) for n, m in zip(shape, tensor.shape, strict=True)
+    ):
+        raise ValueError(f"{name}: expected shape [{', '.join(map(str, shape))}], got {list(tensor.shape)}")
+    if tensor.device != device:
+        raise ValueError(f"{name}: expected device {device}, got {tensor.device}")
