@@ -19,6 +19,7 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 _INDICES = (torch.int32, torch.int64)
 
 
+@torch.no_grad()
 def quantize(x: torch.Tensor, format: str | QuantFormat = "int4") -> tuple[torch.Tensor, torch.Tensor]:
     """Rotate and quantize head vectors, each with its own scale word.
 
@@ -40,6 +41,7 @@ def quantize(x: torch.Tensor, format: str | QuantFormat = "int4") -> tuple[torch
     return encode_rows(rotate(x, fmt.rotation), fmt)
 
 
+@torch.no_grad()
 def dequantize(codes: torch.Tensor, words: torch.Tensor, format: str | QuantFormat = "int4") -> torch.Tensor:
     """Invert `quantize`: codes [..., row_bytes] uint8 and words [...] int32 to [..., head_size] float32."""
     fmt = get_format(format)
@@ -89,7 +91,9 @@ def reshape_and_cache(
     num_slots = kv_cache.shape[0] * layout.block_size
     if kv_cache.device.type == "cpu" and int(slot_mapping.max()) >= num_slots:
         raise ValueError(f"slot_mapping: expected slots below {num_slots}, got {int(slot_mapping.max())}")
-    select_backend(backend, layout, None, kv_cache.device).reshape_and_cache(key, value, kv_cache, slot_mapping, layout)
+    module = select_backend(backend, layout, None, kv_cache.device)
+    with torch.no_grad():
+        module.reshape_and_cache(key, value, kv_cache, slot_mapping, layout)
 
 
 def gather_and_dequantize(
@@ -198,11 +202,13 @@ def paged_attention(
             )
     module = select_backend(backend, layout, opts, query.device)
     if query.shape[0]:
-        module.paged_attention(
-            query, kv_cache, block_table, seq_lens, query_start_loc, layout, opts, out, lse, key, value,
-            query.shape[0] if max_query_len is None else max_query_len,
-            capacity if max_seq_len is None else min(max_seq_len, capacity),
-        )  # fmt: skip
+        # Autocast would run a backend's products in 16 bit; a graph would keep every dequantized page alive.
+        with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
+            module.paged_attention(
+                query, kv_cache, block_table, seq_lens, query_start_loc, layout, opts, out, lse, key, value,
+                query.shape[0] if max_query_len is None else max_query_len,
+                capacity if max_seq_len is None else min(max_seq_len, capacity),
+            )  # fmt: skip
     return out if lse is None else (out, lse)
 
 
