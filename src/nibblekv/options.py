@@ -30,11 +30,11 @@ class AttentionOptions:
         causal: one flag, or [B] bool, one per sequence.
         sliding_window: visible positions including the query's own; 0 means all.
         chunk_lookback: -1 means no chunks; else chunk_size = sliding_window // (chunk_lookback + 1).
-        rswa_prefix_lens: [B] integer, with rswa_window: every query sees the prefix and a window.
+        rswa_prefix_lens: [B] integer, with rswa_window >= 1: every query sees the prefix and a window.
         softcap: scores become softcap * tanh(score / softcap); 0 means none.
         alibi_slopes: [num_query_heads] float32; adds slope * (k - q).
         alibi_sqrt: adds -slope * sqrt(q - k) for k <= q and 0 beyond, in place of the linear term.
-        sinks: [num_query_heads] float32; one extra logit per head that takes probability and gives no value.
+        sinks: [num_query_heads] float32; one extra logit per head that takes probability and gives no value (lse counts it).
         qq_bias: [max query_len, max query_len] float32, added between the queries of one call.
         mm_prefix_ranges: [B, R, 2] int32, inclusive (first, last) positions; ranges with first >= last are unused.
         mm_prefix_clamp: see above.
@@ -78,8 +78,10 @@ class AttentionOptions:
                 f"sliding_window: expected at least chunk_lookback + 1 = {self.chunk_lookback + 1} with chunked attention, "
                 f"got {self.sliding_window}"
             )
-        if (self.rswa_prefix_lens is None) != (self.rswa_window == 0):
-            raise ValueError(f"rswa_window: expected it together with rswa_prefix_lens, got {self.rswa_window}")
+        if self.rswa_window < 0 or (self.rswa_prefix_lens is None) != (self.rswa_window == 0):
+            raise ValueError(
+                f"rswa_window: expected at least 1 together with rswa_prefix_lens, else 0, got {self.rswa_window}"
+            )
         if self.rswa_prefix_lens is not None and self.chunk_lookback >= 0:
             raise ValueError("rswa_window: expected no chunk_lookback beside it")
         if self.alibi_sqrt and self.alibi_slopes is None:
