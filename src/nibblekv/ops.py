@@ -165,7 +165,7 @@ def paged_attention(
     _check_index("query_start_loc", query_start_loc, (num_seqs + 1,))
     _check_index("block_table", block_table, (num_seqs, "max_blocks"))
     opts = AttentionOptions(softmax_scale=layout.head_size**-0.5 if softmax_scale is None else softmax_scale, **options)
-    if query.dim() != 3 or query.shape[1] % layout.num_kv_heads or query.shape[2] != layout.head_size:
+    if query.dim() != 3 or not query.shape[1] or query.shape[1] % layout.num_kv_heads or query.shape[2] != layout.head_size:
         raise ValueError(
             f"query: expected [num_tokens, a multiple of {layout.num_kv_heads} heads, {layout.head_size}], "
             f"got {tuple(query.shape)}"

@@ -90,11 +90,11 @@ class AttentionOptions:
             raise ValueError("mm_prefix_clamp: expected mm_prefix_ranges with it, got None")
         for name, kind, shape in (
             ("causal", "bool", (num_seqs,)),
-            ("rswa_prefix_lens", "integer", (num_seqs,)),
+            ("rswa_prefix_lens", "int", (num_seqs,)),
             ("alibi_slopes", "float", (num_query_heads,)),
             ("sinks", "float", (num_query_heads,)),
             ("qq_bias", "float", ("N", "N")),
-            ("mm_prefix_ranges", "integer", (num_seqs, "R", 2)),
+            ("mm_prefix_ranges", "int", (num_seqs, "R", 2)),
             ("output_scale", "float", (1,)),
         ):
             tensor = getattr(self, name)
@@ -104,9 +104,9 @@ class AttentionOptions:
 
 def _check_tensor(name: str, tensor: torch.Tensor, kind: str, shape: tuple[int | str, ...], device: torch.device) -> None:
     """Raise unless the tensor has the kind of dtype, the shape (equal letters are equal sizes) and the device."""
-    actual = "bool" if tensor.dtype == torch.bool else "float" if tensor.dtype.is_floating_point else "integer"
+    actual = "bool" if tensor.dtype == torch.bool else "float" if tensor.dtype.is_floating_point else "int"
     if actual != kind:
-        raise TypeError(f"{name}: expected a {kind} tensor, got {tensor.dtype}")
+        raise TypeError(f"{name}: expected a tensor of {kind}, got {tensor.dtype}")
     sizes: dict[int | str, int] = {}
     if tensor.dim() != len(shape) or any(
         m != (n if isinstance(n, int) else sizes.setdefault(n, m)) for n, m in zip(shape, tensor.shape, strict=True)
