@@ -57,6 +57,7 @@ def is_module(name: str) -> bool:
     return path.is_dir() or path.with_suffix(".py").exists()
 
 
+ABOVE = ("nibblekv.integrations", "nibblekv.cli")
 MODULES = {module_name(path): path for path in PACKAGE.rglob("*.py")}
 
 
@@ -86,9 +87,7 @@ def test_nothing_below_imports_integrations_or_the_command_line():
     """Catches a core that needs an engine."""
     for module, path in MODULES.items():
         if module.split(".")[0] not in ("integrations", "cli"):
-            above = {
-                n for n in imports(path, top_level_only=True) if n.startswith(("nibblekv.integrations", "nibblekv.cli"))
-            }
+            above = {n for n in imports(path, top_level_only=True) if n.startswith(ABOVE)}
             assert not above, f"{module} imports {above}"
 
 
