@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint fuzz clean
 
 $(VENV)/.base: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -28,6 +28,11 @@ lint: $(VENV)/.dev
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest
+
+# Seconds of differential fuzzing, shared by the backends of this machine.
+SECONDS ?= 60
+fuzz: $(VENV)/.dev
+	$(BIN)/python tests/fuzz.py --seconds $(SECONDS)
 
 clean:
 	rm -rf $(VENV) .venv-vllm build

@@ -11,6 +11,7 @@ from nibblekv import AttentionOptions, KVCacheLayout, gather_and_dequantize, pag
 from nibblekv.backends import BACKENDS, get_backend
 
 POISON = 0xFF  # code 15 or NaN, and a scale word that is NaN
+CANARY = 0xA5
 
 
 def usable_backends() -> list[str]:
@@ -22,6 +23,25 @@ def usable_backends() -> list[str]:
 def _serves_cpu(name: str) -> bool:
     layout = KVCacheLayout.create("int4", num_kv_heads=1, head_size=64)
     return get_backend(name).supports(layout, AttentionOptions(softmax_scale=1.0), torch.device("cpu")) is None
+
+
+def place(
+    layout: KVCacheLayout, blocks: int, *, offset: int = 0, pad_row: int = 0, pad_head: int = 0, pad_block: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return an allocation full of canaries and a cache of `layout` in it: offset and padded by these bytes."""
+    if layout.page == "planar":
+        tile = layout.tile_bytes + pad_head
+        strides = (layout.num_kv_heads * tile + pad_block, tile, 1)
+    else:
+        row = layout.slot_bytes + pad_row
+        if layout.block_order == "HND":
+            head, slot = layout.block_size * row + pad_head, row
+            strides = (layout.num_kv_heads * head + pad_block, head, slot, 1)
+        else:
+            head, slot = row, layout.num_kv_heads * row + pad_head
+            strides = (layout.block_size * slot + pad_block, head, slot, 1)
+    allocation = torch.full((offset + blocks * strides[0] + 8,), CANARY, dtype=torch.uint8)
+    return allocation, allocation.as_strided(layout.shape(blocks), strides, offset)
 
 
 @dataclass
