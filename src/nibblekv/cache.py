@@ -292,7 +292,7 @@ class PagedKVCache:
         )
 
     def gather(self, seq_id: int, layer: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what a layer stores of a sequence, dequantized: key [length, num_kv_heads, head_size] and value, float32."""
+        """Return what a layer stores of a sequence as float32: key [length, num_kv_heads, head_size] and value."""
         sequence = self._lookup((seq_id,))[0]
         table = self._block_table[sequence.row]
         return ops.gather_and_dequantize(self.kv_caches[layer], table, sequence.length, self.layouts[layer])
@@ -330,8 +330,8 @@ class PagedKVCache:
         if missing > 0:
             if not self.growable:
                 raise CacheFullError(
-                    f"the cache is full: expected {need} free pages of {self.block_size} tokens, got {len(self._free_blocks)} "
-                    f"of {self.num_blocks}; free or crop sequences, or create the cache with more pages"
+                    f"the cache is full: expected {need} free pages of {self.block_size} tokens, got "
+                    f"{len(self._free_blocks)} of {self.num_blocks}; free or crop sequences, or create it with more pages"
                 )
             self._grow(max(missing, self.num_blocks // GROWTH_DIVISOR, MIN_GROWTH))
 
