@@ -15,7 +15,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import AttentionInterface, PreTrainedModel
@@ -388,12 +388,7 @@ def _attention(
     Returns:
         [batch, length, heads, head_size_v], zeros at pads, and None for the attention weights.
     """
-    layer: Any = getattr(key, "_nibblekv_layer", None)
-    if not isinstance(layer, _PagedLayer) or getattr(value, "_nibblekv_layer", None) is not layer:
-        raise RuntimeError(
-            f"{_name(module)}: expected keys and values that a nibblekv cache handed out, got others; pass "
-            "past_key_values=cache (from attach) to the model, or call detach(model) to use it without"
-        )
+    layer = _layer_of(module, key, value)
     cache = layer.cache
     try:
         _check_call(module, attention_mask, dropout, is_causal, kwargs)
@@ -406,6 +401,17 @@ def _attention(
     if torch.is_grad_enabled() and query.requires_grad:
         out = _NoBackward.apply(out, query)
     return out, None
+
+
+def _layer_of(module: torch.nn.Module, key: torch.Tensor, value: torch.Tensor) -> _PagedLayer:
+    """Return the layer that handed out these keys and values."""
+    layer = getattr(key, "_nibblekv_layer", None)
+    if isinstance(layer, _PagedLayer) and getattr(value, "_nibblekv_layer", None) is layer:
+        return cast(_PagedLayer, layer)
+    raise RuntimeError(
+        f"{_name(module)}: expected the keys and values that a nibblekv cache handed out, got others; pass "
+        "past_key_values=cache (from attach) to the model, or call detach(model) to use it without"
+    )
 
 
 def _attend(
@@ -555,7 +561,9 @@ def _check_model(model: Any) -> Any:
         reason = "it does not use transformers' AttentionInterface, so its attention cannot read pages"
     if reason is not None:
         raise NotImplementedError(f"{name} cannot use a packed cache: {reason}")
-    check_head_size(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads, "head_dim")
+    for layer_config in getattr(config, "per_layer_config", [config]):
+        head_size = getattr(layer_config, "head_dim", None) or layer_config.hidden_size // layer_config.num_attention_heads
+        check_head_size(head_size, "head_dim")
     return config
 
 
