@@ -32,6 +32,8 @@ IMPLEMENTATION = "nibblekv"
 # Large pages keep block tables short; a sequence wastes half of one on average.
 DEFAULT_BLOCK_SIZE = 64
 LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
+# A compiled model breaks its graph here; with fullgraph=True, torch refuses with this sentence.
+EAGER = "nibblekv's packed cache runs eagerly: its pages are allocated in Python"
 # Arguments of an attention call that change its result, and that no packed kernel honours.
 REFUSED_ARGUMENTS = ("position_bias", "head_mask", "cu_seq_lens_q", "cu_seq_lens_k", "block_mask", "score_mod")
 
@@ -85,6 +87,7 @@ class _PagedLayer(CacheLayerMixin):
         self.layer = self.cache._add_layer(key_states, value_states)
         self.is_initialized = True
 
+    @torch.compiler.disable(reason=EAGER)
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -364,6 +367,7 @@ class _NoBackward(torch.autograd.Function):
         raise NotImplementedError("backward: a packed cache is for inference; call detach(model) before training")
 
 
+@torch.compiler.disable(reason=EAGER)
 def _attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -472,10 +476,6 @@ def _check_call(
     kwargs: dict[str, Any],
 ) -> None:
     """Refuse what the pages cannot honour: nothing is ignored that changes the result."""
-    if torch.compiler.is_compiling():
-        raise NotImplementedError(
-            "torch.compile: a packed cache runs eagerly; do not compile the model while it is attached"
-        )
     if attention_mask is not None and not hasattr(attention_mask, "_nibblekv_mask"):
         raise NotImplementedError(
             f"attention_mask: expected None or a 2-D mask of pads, got one of shape {tuple(attention_mask.shape)} that "
