@@ -162,7 +162,7 @@ __attribute__((visibility("default"))) int nibblekv_use_instruction_set(const ch
            &avx512_kernels, &avx2_kernels,
 #endif
            &generic_kernels}) {
-    if (!strcmp(k->name, best->name)) best = nullptr;  // this one and those after it run here
+    if (k == best) best = nullptr;  // this one and those after it run here
     if (!best && !strcmp(k->name, name)) {
       kernels = k;
       return 1;
