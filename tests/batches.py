@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass
+from typing import ClassVar
 
+import pytest
 import torch
 
 from nibblekv import AttentionOptions, KVCacheLayout, gather_and_dequantize, paged_attention, reshape_and_cache
@@ -46,8 +48,9 @@ def place(
 
 @dataclass
 class Batch:
-    """Sequences in pages, and the queries that attend to them."""
+    """Sequences in pages, and the queries that attend to them with `Batch.backend`."""
 
+    backend: ClassVar[str] = "reference"
     layout: KVCacheLayout
     query: torch.Tensor
     key: torch.Tensor
@@ -108,7 +111,15 @@ class Batch:
         )
 
     def attend(self, **options: object) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Call `paged_attention` on the batch, into an output that is NaN wherever nothing is written."""
+        """Call `paged_attention` on the batch, into an output that is NaN wherever nothing is written.
+
+        Skip the test if the backend does not support the call.
+        """
+        known = {name: options[name] for name in options if name in AttentionOptions.__dataclass_fields__}
+        described = AttentionOptions(**{"softmax_scale": 1.0, **known})  # type: ignore[arg-type]
+        reason = get_backend(self.backend).supports(self.layout, described, self.query.device)
+        if reason is not None:
+            pytest.skip(f"{self.backend}: {reason}")
         if "out" not in options and options.get("output_scale") is None:
             shape = (*self.query.shape[:2], self.layout.head_size_v)
             options["out"] = torch.full(shape, torch.nan, dtype=self.query.dtype)
@@ -119,7 +130,8 @@ class Batch:
             self.seq_lens,
             self.query_start_loc,
             self.layout,
-            **{"backend": "reference", **options},  # type: ignore[arg-type]
+            backend=self.backend,
+            **options,  # type: ignore[arg-type]
         )
 
     def dequantized(self, raw_chunk: bool = False) -> list[tuple[torch.Tensor, torch.Tensor]]:
