@@ -17,13 +17,24 @@ import time
 import traceback
 from dataclasses import dataclass
 from random import Random
+from typing import Any
 
 import torch
 from batches import POISON, place, usable_backends
 from oracle import attend
 
-from nibblekv import FORMATS, AttentionOptions, KVCacheLayout, QuantFormat, paged_attention, reshape_and_cache
+from nibblekv import (
+    FORMATS,
+    AttentionOptions,
+    KVCacheLayout,
+    QuantFormat,
+    dequantize,
+    paged_attention,
+    quantize,
+    reshape_and_cache,
+)
 from nibblekv.backends import get_backend
+from nibblekv.cache import CacheFullError, PagedKVCache
 from nibblekv.formats import decode_rows, encode_rows, unpack_scale_word
 from nibblekv.rotation import rotate, unrotate
 
@@ -71,7 +82,7 @@ class Machine:
         self.shadow = self.allocation.clone()
         self.free_pages = list(range(self.blocks))
         self.owners = [0] * self.blocks
-        self.sequences: list[Sequence] = []
+        self.sequences: list[Any] = []
         self.rows: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # slot -> key and value as stored
         self.refused = 0
 
@@ -174,10 +185,6 @@ class Machine:
         total, heads = sum(query_lens), layout.num_kv_heads * self.group
         query = self._tensor(random, total, heads, layout.head_size, 1 / self.key_size)
         options = self._options(random, len(chosen), heads, max(query_lens))
-        width = max(len(s.pages) for s in chosen) + random.randint(0, 2)
-        table = torch.tensor(
-            [s.pages + [random.randrange(2**20)] * (width - len(s.pages)) for s in chosen], dtype=torch.int32
-        )
         starts = torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32)
         raw: dict[str, torch.Tensor] = {}
         if random.random() < 0.25:
@@ -188,28 +195,10 @@ class Machine:
             return
         dtype = self.dtype if opts.output_scale is None else torch.float8_e4m3fn
         out = torch.full((total, heads, layout.head_size_v), math.nan).to(dtype)
-        lengths = torch.tensor([s.length for s in chosen], dtype=torch.int32)
-        got = paged_attention(
-            query,
-            self.kv_cache,
-            table,
-            lengths,
-            starts,
-            layout,
-            out=out,
-            return_lse=True,
-            backend=self.backend,
-            **raw,
-            **options,
-        )
+        got = self._call(query, chosen, query_lens, random, out=out, return_lse=True, **raw, **options)
         rows = []
         for b, sequence in enumerate(chosen):
-            slots = [
-                sequence.pages[i // layout.block_size] * layout.block_size + i % layout.block_size
-                for i in range(sequence.length)
-            ]
-            keys = torch.stack([self.rows[s][0] for s in slots])
-            values = torch.stack([self.rows[s][1] for s in slots])
+            keys, values = self._stored(sequence)
             if raw and query_lens[b]:
                 own = slice(int(starts[b]), int(starts[b + 1]))
                 keys[-query_lens[b] :], values[-query_lens[b] :] = raw["key"][own].float(), raw["value"][own].float()
@@ -217,10 +206,30 @@ class Machine:
         expected, expected_lse = attend(query, rows, starts.tolist(), opts)
         tolerance = TOLERANCE.get(self.backend, DEFAULT_TOLERANCE)
         scale = 1.0 if opts.output_scale is None else float(opts.output_scale)
-        size = max((float(v.nan_to_num(0).abs().max()) for _, v in rows), default=0.0) / scale
+        size = max((float(v.nan_to_num(0).abs().max()) for _, v in rows if len(v)), default=0.0) / scale
         compare("out", got[0].double(), expected, tolerance * size, dtype)
         whole = ~expected.isnan().any(-1)  # a row that a NaN value made NaN may or may not have a log-sum-exp
         compare("lse", got[1].double()[whole], expected_lse[whole], 10 * tolerance, torch.float32)
+
+    def _call(self, query: torch.Tensor, chosen: list, query_lens: list[int], random: Random, **arguments: Any) -> Any:
+        """Call `paged_attention` on sequences; table entries past a sequence's pages name no page."""
+        width = max(len(s.pages) for s in chosen) + random.randint(0, 2)
+        table = [s.pages + [random.randrange(2**20)] * (width - len(s.pages)) for s in chosen]
+        return paged_attention(
+            query,
+            self.kv_cache,
+            torch.tensor(table, dtype=torch.int32),
+            torch.tensor([s.length for s in chosen], dtype=torch.int32),
+            torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32),
+            self.layout,
+            backend=self.backend,
+            **arguments,
+        )
+
+    def _stored(self, sequence: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        size = self.layout.block_size
+        rows = [self.rows[sequence.pages[i // size] * size + i % size] for i in range(sequence.length)]
+        return torch.stack([key for key, _ in rows]), torch.stack([value for _, value in rows])
 
     def _options(self, random: Random, seqs: int, heads: int, queries: int) -> dict:
         gen = torch.Generator().manual_seed(random.getrandbits(40))
@@ -322,6 +331,139 @@ class Machine:
         raise AssertionError("a bad write was accepted")
 
 
+@dataclass
+class StoredSequence:
+    """A sequence of a `PagedKVCache`, and what each layer must hold of it."""
+
+    seq_id: int
+    rows: list[tuple[torch.Tensor, torch.Tensor]]
+
+    @property
+    def length(self) -> int:
+        return self.rows[0][0].shape[0]
+
+
+class PagedMachine(Machine):
+    """The same calls on a `PagedKVCache` of one or two layers: allocation, shared pages, copies on write, a full pool."""
+
+    def __init__(self, backend: str, seed: int) -> None:
+        super().__init__(backend, seed)
+        random = Random(seed)
+        self.cache = PagedKVCache(
+            [self.layout] * random.randint(1, 2), num_blocks=random.choice([None, self.blocks]), backend=backend
+        )
+        self.layer = 0
+
+    def step(self, call: str, seed: int) -> None:
+        """Make one call; then every sequence must hold exactly its rows, and every byte that is nobody's is poison."""
+        if self._refuses(None):
+            return
+        getattr(self, call)(Random(seed))
+        for sequence in self.sequences:
+            for layer, expected in enumerate(sequence.rows):
+                for got, rows in zip(self.cache.gather(sequence.seq_id, layer), expected, strict=True):
+                    assert torch.equal(got.nan_to_num(7.0), rows.nan_to_num(7.0)), f"{call} changed another sequence's rows"
+        unused = torch.ones(self.cache.num_blocks, self.cache.block_size, dtype=torch.bool)
+        for sequence in self.sequences:
+            for i, page in enumerate(self.cache.blocks(sequence.seq_id)):
+                unused[page, : sequence.length - i * self.cache.block_size] = False
+        for kv_cache in self.cache.kv_caches:
+            views = self.layout.views(kv_cache)
+            views.key_cache[unused], views.value_cache[unused] = POISON, POISON
+            views.k_scale_cache[unused], views.v_scale_cache[unused] = -1, -1
+
+    def grow(self, random: Random) -> None:
+        """Append to old and new sequences; a full pool must refuse and change nothing."""
+        chosen = random.sample(self.sequences, min(len(self.sequences), random.randint(0, 2)))
+        if not chosen or random.random() < 0.5:
+            empty = torch.zeros(0, self.layout.num_kv_heads, self.layout.head_size)
+            empty_v = torch.zeros(0, self.layout.num_kv_heads, self.layout.head_size_v)
+            layers = len(self.cache.layouts)
+            self.sequences.append(StoredSequence(self.cache.add_sequences()[0], [(empty, empty_v)] * layers))
+            chosen.append(self.sequences[-1])
+        counts = [min(random.choice([0, 1, 1, 3, 17]), MAX_LENGTH - s.length) for s in chosen]
+        raw = [self._rows(random, sum(counts)) for _ in self.cache.layouts]
+        try:
+            self.cache.append([s.seq_id for s in chosen], [k for k, _ in raw], [v for _, v in raw], counts)
+        except CacheFullError:
+            return
+        first = 0
+        for sequence, count in zip(chosen, counts, strict=True):
+            rows = []
+            for layer, given in enumerate(raw):
+                got = self.cache.gather(sequence.seq_id, layer)
+                for new, x, fmt in zip(got, given, (self.layout.k_format, self.layout.v_format), strict=True):
+                    check_decoded(x[first : first + count], new[sequence.length :], fmt)
+                old_and_new = [torch.cat((o, n[len(o) :])) for o, n in zip(sequence.rows[layer], got, strict=True)]
+                rows.append((old_and_new[0], old_and_new[1]))
+            sequence.rows = rows
+            first += count
+
+    def _rows(self, random: Random, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        heads = self.layout.num_kv_heads
+        return (
+            self._tensor(random, tokens, heads, self.layout.head_size, self.key_size, bad=0.03),
+            self._tensor(random, tokens, heads, self.layout.head_size_v, self.value_size, bad=0.03),
+        )
+
+    def attend(self, random: Random) -> None:
+        """Attend in one of the layers."""
+        self.layer = random.randrange(len(self.cache.layouts))
+        super().attend(random)
+
+    def _call(self, query: torch.Tensor, chosen: list, query_lens: list[int], random: Random, **arguments: Any) -> Any:
+        step = self.cache.view([s.seq_id for s in chosen], query_lens)
+        return self.cache.attend(step, query, self.layer, **arguments)
+
+    def _stored(self, sequence: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        key, value = sequence.rows[self.layer]
+        return key.clone(), value.clone()
+
+    def crop(self, random: Random) -> None:
+        """Drop the last tokens of a sequence, perhaps all."""
+        if self.sequences:
+            sequence = random.choice(self.sequences)
+            length = random.randint(0, sequence.length)
+            self.cache.crop(sequence.seq_id, length)
+            sequence.rows = [(k[:length], v[:length]) for k, v in sequence.rows]
+
+    def fork(self, random: Random) -> None:
+        """Fork sequences, one of them perhaps twice."""
+        parents = [random.choice(self.sequences) for _ in range(random.randint(1, 2)) if self.sequences]
+        for parent, seq_id in zip(parents, self.cache.fork([p.seq_id for p in parents]), strict=True):
+            self.sequences.append(StoredSequence(seq_id, list(parent.rows)))
+
+    def free(self, random: Random) -> None:
+        """End one or two sequences."""
+        ended = random.sample(self.sequences, min(len(self.sequences), random.randint(1, 2)))
+        self.cache.free([s.seq_id for s in ended])
+        self.sequences = [s for s in self.sequences if s not in ended]
+
+    def refuse(self, random: Random) -> None:
+        """Make a call that must raise and change nothing."""
+        ids = [s.seq_id for s in self.sequences]
+        keys, values = ([rows[i] for rows in [self._rows(random, 1)] * len(self.cache.layouts)] for i in (0, 1))
+        calls: list[Any] = [lambda: self.cache.append([-1], keys, values), lambda: self.cache.free([*ids, 10**9])]
+        if ids:
+            calls.append(lambda: self.cache.crop(ids[0], MAX_LENGTH + 100))
+            calls.append(lambda: self.cache.append(ids[:1], [*keys[:-1], keys[-1].double()], values))
+            calls.append(lambda: self.cache.extend([ids[0], ids[0]]))
+        try:
+            random.choice(calls)()
+        except (ValueError, TypeError, CacheFullError):
+            return
+        raise AssertionError("a bad call was accepted")
+
+
+def check_decoded(raw: torch.Tensor, decoded: torch.Tensor, fmt: QuantFormat) -> None:
+    """Check read-back rows [tokens, heads, head_size]: hardly worse than the reference's, and the NaN policy."""
+    bad = ~raw.isfinite().all(-1)
+    assert torch.equal(decoded.isnan().all(-1), bad), "exactly the rows with NaN or Inf must decode to NaN"
+    x, decoded = raw[~bad].float(), decoded[~bad]
+    ideal = (dequantize(*quantize(x, fmt), fmt) - x).norm(dim=-1)
+    assert ((decoded - x).norm(dim=-1) <= 1.2 * ideal + 1e-3 * x.norm(dim=-1)).all(), "rows read back wrong"
+
+
 def check_rows(raw: torch.Tensor, codes: torch.Tensor, words: torch.Tensor, fmt: QuantFormat) -> None:
     """Check stored rows [tokens, heads, ...] against raw ones [.., head_size]: bounds, steps, and the NaN policy."""
     y, decoded = rotate(raw, fmt.rotation), decode_rows(codes, words, fmt)
@@ -357,7 +499,7 @@ def compare(name: str, got: torch.Tensor, expected: torch.Tensor, tolerance: flo
 
 def run(backend: str, seed: int, calls: Calls) -> tuple[str | None, Machine, int]:
     """Run a list of calls on a fresh machine; return (what failed, or None; the machine; calls that were started)."""
-    machine = Machine(backend, seed)
+    machine = (Machine, PagedMachine)[seed % 2](backend, seed)
     for i, (call, call_seed) in enumerate(calls):
         try:
             machine.step(call, call_seed)

@@ -170,13 +170,13 @@ def test_huge_scores_without_softcap_are_finite():
 def test_fp8_output_is_scaled_after_the_inverse_rotation(format: str):
     """Case 11. Catches scale, clamp and cast in the rotated domain: 76-81 % error where e4m3 itself costs 3-4 %."""
     batch = Batch.make(KVCacheLayout.create(format, num_kv_heads=2, head_size=128), SEQ_LENS, QUERY_LENS, 4)
-    scale = torch.tensor([0.004])
+    scale = torch.tensor([0.002])
     out = batch.attend(output_scale=scale)
     assert out.dtype == torch.float8_e4m3fn
     exact, _ = expect(batch, {})
-    scaled = (exact / 0.004).clamp(-448, 448)
-    assert (exact.abs() / 0.004 > 448).any()  # saturation is tested
-    slack = at_most(1e-5) * exact.abs().max() / 0.004
+    scaled = (exact / 0.002).clamp(-448, 448)
+    assert (exact.abs() / 0.002 > 600).any()  # saturation is tested
+    slack = at_most(1e-5) * exact.abs().max() / 0.002
     assert ((out.double() - scaled).abs() <= scaled.abs() / 16 * 1.0001 + 2.0**-10 + slack).all()
     assert (out.double() - scaled).norm() < 0.04 * scaled.norm()
 
