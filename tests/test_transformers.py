@@ -124,7 +124,7 @@ def prompt(batch, length, pads=0, seed=1):
 
 
 def attached(model, format="int8_per_token_head", **options):
-    return attach(model, format, **{"backend": "reference", "block_size": 16, **options})
+    return attach(model, format, **{"block_size": 16, **options})
 
 
 def forward(model, ids, mask, cache, first=0):
@@ -215,12 +215,12 @@ def layer_errors(monkeypatch):
     return errors
 
 
-@pytest.mark.parametrize("strict", [True, False], ids=["strict", "raw-chunk"])
+@pytest.mark.parametrize(("backend", "strict"), [("reference", True), ("auto", True), ("auto", False)])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_layer_attends_to_its_pages(family, strict, layer_errors):
+def test_every_layer_attends_to_its_pages(family, backend, strict, layer_errors):
     """Window, softcap, sinks, scaling, chunks, head sizes: each layer's output is the eager one over the same bytes."""
     model = build(family)
-    cache = attached(model, "int4", strict=strict)
+    cache = attached(model, "int4", strict=strict, backend=backend)
     ids, mask = prompt(2, PREFILL + CHUNK + DECODE, LEFT_PADS)
     ends = [PREFILL, PREFILL + CHUNK, *range(PREFILL + CHUNK + 1, PREFILL + CHUNK + DECODE + 1)]
     for first, end in zip([0, *ends], ends, strict=False):
