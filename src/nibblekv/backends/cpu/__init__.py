@@ -58,12 +58,7 @@ def paged_attention(
     max_seq_len: int,
 ) -> None:
     """Attend over packed pages into `out` (and `lse`); see `nibblekv.paged_attention`."""
-    if query.stride(-1) != 1:
-        query = query.contiguous()
-    target = out if out.stride(-1) == 1 else torch.empty_like(out, memory_format=torch.contiguous_format)
-    _attend(query, kv_cache, block_table, seq_lens, query_start_loc, layout, options, target, lse, key, value, False)
-    if target is not out:
-        out.copy_(target)
+    _attend(query, kv_cache, block_table, seq_lens, query_start_loc, layout, options, out, lse, key, value, False)
 
 
 def _attend(

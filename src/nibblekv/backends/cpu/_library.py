@@ -26,6 +26,7 @@ _WORDS = {"scale_min": 0, "scale_zero": 1, "scale": 2}
 _keep: list[object] = []  # what the kernels point to
 
 
+@functools.cache
 def _path() -> Path | None:
     for suffix in importlib.machinery.EXTENSION_SUFFIXES:
         path = Path(__file__).with_name("_native" + suffix)
