@@ -62,7 +62,11 @@ def paged_attention(
     max_seq_len: int,
 ) -> None:
     """Attend over packed pages into `out` (and `lse`); see `nibblekv.paged_attention`."""
-    if key is not None and value is not None and _torch_attends_chunk(query, key, value, options, max_query_len, max_seq_len):
+    if (
+        key is not None
+        and value is not None
+        and _torch_attends_chunk(query, key, value, options, max_query_len, max_seq_len)
+    ):
         _prefill(query, kv_cache, block_table, seq_lens, query_start_loc, layout, options, out, lse, key, value)
     else:
         _attend(query, kv_cache, block_table, seq_lens, query_start_loc, layout, options, out, lse, key, value, False)
@@ -83,6 +87,7 @@ def _torch_attends_chunk(
     """
     return (
         max_query_len >= TORCH_QUERIES
+        and not options.batch_invariant
         and isinstance(options.causal, bool)
         and (options.sliding_window == 0 or (options.causal and options.sliding_window >= max_seq_len))
         and options.chunk_lookback < 0
