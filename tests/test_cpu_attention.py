@@ -1,4 +1,4 @@
-"""The CPU kernels' attention against the reference and float64 on the same pages, on every instruction set of the machine."""
+"""The CPU kernels' attention against the reference and float64 on the same pages, on each instruction set of the machine."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_every_option(instruction_set: str, options: dict, raw_chunk: bool):
     ids=["causal", "window", "non-causal window", "chunks", "R-SWA", "multimodal prefix"],
 )
 def test_ranges_that_cross_tiles(instruction_set: str, options: dict):
-    """Catches a mask that is right inside one tile of 128 tokens and wrong where a range begins in one and ends in another."""
+    """Catches a mask that is right inside a tile of 128 tokens and wrong where a range begins in one, ends in another."""
     layout = KVCacheLayout.create("int4", num_kv_heads=1, head_size=64, block_size=32)
     batch = Batch.make(layout, [430, 400], [150, 40], 2, seed=3)
     assert_equals_reference(batch, **options)
@@ -134,7 +134,7 @@ def test_dtypes(instruction_set: str, dtype: torch.dtype, raw_chunk: bool):
 
 
 def test_float8_output(instruction_set: str):
-    """Case 11: scaled, clamped and cast after the inverse rotation; the codes are those of the reference but for rounding."""
+    """Case 11: scaled, clamped and cast after the inverse rotation; the reference's codes but for rounding."""
     layout = KVCacheLayout.create("int4", num_kv_heads=2, head_size=64)
     batch = Batch.make(layout, SEQ_LENS, QUERY_LENS, 6)
     scale = torch.tensor([0.004])
@@ -285,8 +285,10 @@ def test_prefill_with_a_value_that_is_not_a_number():
 @pytest.mark.parametrize("format", ["int4", "int4_per_token_head", "int8_per_token_head", "fp8_per_token_head"])
 @pytest.mark.parametrize("channel", [0, 1, 37])
 def test_long_context_with_an_outlier(format: str, channel: int):
-    """Case 8: 131,072 tokens, an outlier in one channel of keys and values: float64 over the same pages. Catches a zero point
-    or minimum whose sum cancels in low precision, which the inverse rotation gathers into channel 0."""
+    """Case 8: 131,072 tokens, an outlier in one channel of keys and values, float64 over the same pages.
+
+    Catches a zero point or minimum whose sum cancels in low precision, which the inverse rotation gathers into channel 0.
+    """
     length, head_size = 131_072, 64
     layout = KVCacheLayout.create(format, num_kv_heads=1, head_size=head_size, block_size=128)
     gen = torch.Generator().manual_seed(channel)
