@@ -12,6 +12,7 @@ Nothing here writes: a cache starts as zeros, and zeros decode to zeros.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -105,22 +106,22 @@ class KVCacheLayout:
             raise ValueError(f"block_order: expected 'HND' for planar pages, got {block_order!r}")
         return cls(k_format, v_format, num_kv_heads, head_size, head_size_v, block_size, page, block_order)
 
-    @property
+    @cached_property
     def k_row_bytes(self) -> int:
         """Bytes of one key's codes."""
         return self.k_format.row_bytes(self.head_size)
 
-    @property
+    @cached_property
     def v_row_bytes(self) -> int:
         """Bytes of one value's codes."""
         return self.v_format.row_bytes(self.head_size_v)
 
-    @property
+    @cached_property
     def slot_bytes(self) -> int:
         """Bytes of one token of one KV head: codes and scale words of key and value."""
         return self.k_row_bytes + self.v_row_bytes + 2 * SCALE_WORD_BYTES
 
-    @property
+    @cached_property
     def tile_bytes(self) -> int:
         """Bytes of one KV head's part of a page."""
         return self.block_size * self.slot_bytes
