@@ -1,0 +1,1 @@
+"""Adapters to inference engines, one module each; none is imported unless its user asks for it."""
