@@ -1,6 +1,6 @@
 """The caches that a table compares, by name: ours, transformers' 16-bit cache, and its quantized caches.
 
-Names: `none` (DynamicCache in the model's dtype), every name in `FORMATS` or two of them as K/V, and `hf-quanto` and `hf-hqq`
+Names: `none` (DynamicCache in the dtype of the model), every name in `FORMATS` or two of them as K/V, `hf-quanto`, `hf-hqq`
 (transformers' QuantizedCache at 4 bits in groups of 64).
 """
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from transformers.cache_utils import Cache
 
-__all__ = ["PEERS", "cache_argument", "cache_bytes", "cache_maker", "check_format"]
+__all__ = ["PEERS", "cache_argument", "cache_bytes", "cache_maker", "check_format", "stored_bits_per_value"]
 
 # transformers' documentation asks for axis 0 with quanto and axis 1 with HQQ.
 PEERS: dict[str, tuple[str, int]] = {"hf-quanto": ("quanto", 0), "hf-hqq": ("hqq", 1)}
@@ -36,12 +36,15 @@ def check_format(format: str) -> None:
 
 
 @contextlib.contextmanager
-def cache_maker(model: PreTrainedModel, format: str, strict: bool) -> Iterator[Callable[[], Cache]]:
+def cache_maker(
+    model: PreTrainedModel, format: str, *, strict: bool = False, max_tokens: int | None = None
+) -> Iterator[Callable[[], Cache]]:
     """Prepare a model for caches of one format; yield a function that makes an empty one. Restores the model.
 
     Args:
         format: a name as the module says.
         strict: every key and value that attention reads is the stored one, the prompt's own included.
+        max_tokens: room that our caches allocate at once; None: they grow, and hold free pages meanwhile.
 
     Raises:
         NotImplementedError, ValueError: the model cannot use the format; the message says why.
@@ -69,8 +72,8 @@ def cache_maker(model: PreTrainedModel, format: str, strict: bool) -> Iterator[C
 
         k_format, v_format = split_format(format)
         try:
-            attach(model, k_format, v_format=v_format, strict=strict)
-            yield lambda: attach(model, k_format, v_format=v_format, strict=strict)
+            attach(model, k_format, v_format=v_format)
+            yield lambda: attach(model, k_format, v_format=v_format, strict=strict, max_tokens=max_tokens)
         finally:
             detach(model)
 

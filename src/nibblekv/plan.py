@@ -8,7 +8,15 @@ from typing import Any
 from nibblekv.formats import get_format
 from nibblekv.layout import KVCacheLayout
 
-__all__ = ["AttentionLayer", "attention_layers", "bits_per_value", "bytes_per_token", "plan_rows", "split_format", "tokens_that_fit"]
+__all__ = [
+    "AttentionLayer",
+    "attention_layers",
+    "bits_per_value",
+    "bytes_per_token",
+    "plan_rows",
+    "split_format",
+    "tokens_that_fit",
+]
 
 # A cache without quantization, by the bytes of its values.
 UNQUANTIZED_BYTES = {"none": 2, "float32": 4, "float16": 2, "bfloat16": 2}
@@ -114,7 +122,9 @@ def cache_bytes(layers: list[AttentionLayer], format: str, num_tokens: int, bloc
     return total
 
 
-def tokens_that_fit(layers: list[AttentionLayer], format: str, memory: int, block_size: int = DEFAULT_BLOCK_SIZE) -> int | None:
+def tokens_that_fit(
+    layers: list[AttentionLayer], format: str, memory: int, block_size: int = DEFAULT_BLOCK_SIZE
+) -> int | None:
     """Return the longest sequence, a multiple of block_size, whose cache fits into `memory` bytes.
 
     None if the length is not limited: every layer slides and their windows fit.

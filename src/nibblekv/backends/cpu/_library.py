@@ -95,7 +95,14 @@ def _rotation(kind: RotationKind, head_size: int) -> int:
     arrays = [t.to(torch.float32).contiguous() for t in (base, base.T, rotation_signs(kind, head_size))]
     record = ctypes.create_string_buffer(
         struct.pack(
-            "4q2f3q", p, base.shape[0], outer, head_size, gain, inverse_gain(kind, head_size), *(t.data_ptr() for t in arrays)
+            "4q2f3q",
+            p,
+            base.shape[0],
+            outer,
+            head_size,
+            gain,
+            inverse_gain(kind, head_size),
+            *(t.data_ptr() for t in arrays),
         )
     )
     _keep.extend((arrays, record))
