@@ -24,7 +24,8 @@ from nibblekv.formats import FORMATS
 from nibblekv.machine import machine
 from nibblekv.models import DEMO_MODELS
 
-console = Console()
+# Tables need room where no terminal says how wide it is.
+console = Console(width=None if sys.stdout.isatty() else 120)
 errors = Console(stderr=True)
 
 HELP_SETTINGS = {"help_option_names": ["-h", "--help"]}
