@@ -1,0 +1,1 @@
+"""Bridges to inference engines. Nothing else in the package imports from here."""
