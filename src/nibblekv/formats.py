@@ -79,7 +79,7 @@ class QuantFormat:
 FORMATS: dict[str, QuantFormat] = {
     f.name: f
     for f in (
-        QuantFormat("int4", 1, "uint4", "scale_min", "full", "planar", "4-bit, whole-head rotation, 16-bit scale and minimum"),
+        QuantFormat("int4", 1, "uint4", "scale_min", "full", "planar", "4-bit, whole-head rotation, 16-bit scale and min"),
         QuantFormat(
             "int4_per_token_head", 1, "uint4", "scale_zero", "block", "interleaved", "4-bit, the bytes that vLLM writes"
         ),
@@ -173,7 +173,7 @@ def unpack_scale_word(words: torch.Tensor, fmt: QuantFormat) -> tuple[torch.Tens
     if fmt.word == "scale_zero":
         scale = (words & ~_ZERO_POINT_MASK).view(torch.float32)
         return scale, -(words & _ZERO_POINT_MASK).to(torch.float32) * scale
-    return words.view(torch.float32), torch.zeros(words.shape, device=words.device)
+    return words.view(torch.float32), torch.zeros(words.shape, dtype=torch.float32, device=words.device)
 
 
 def _pack_codes(codes: torch.Tensor, fmt: QuantFormat) -> torch.Tensor:

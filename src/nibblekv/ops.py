@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 _INDICES = (torch.int32, torch.int64)
 
 
+@torch.no_grad()
 def quantize(x: torch.Tensor, format: str | QuantFormat = "int4") -> tuple[torch.Tensor, torch.Tensor]:
     """Rotate and quantize head vectors, each with its own scale word.
 
@@ -35,15 +37,17 @@ def quantize(x: torch.Tensor, format: str | QuantFormat = "int4") -> tuple[torch
     """
     fmt = get_format(format)
     _check_dtype("x", x, _FLOATS)
-    check_head_size(x.shape[-1])
+    check_head_size(x.shape[-1] if x.dim() else 0, "x.shape[-1]")
     return encode_rows(rotate(x, fmt.rotation), fmt)
 
 
+@torch.no_grad()
 def dequantize(codes: torch.Tensor, words: torch.Tensor, format: str | QuantFormat = "int4") -> torch.Tensor:
     """Invert `quantize`: codes [..., row_bytes] uint8 and words [...] int32 to [..., head_size] float32."""
     fmt = get_format(format)
     _check_dtype("codes", codes, (torch.uint8,))
     _check_dtype("words", words, (torch.int32,))
+    check_head_size(codes.shape[-1] * 8 // fmt.bits if codes.dim() else 0, "codes: head size")
     if codes.shape[:-1] != words.shape:
         raise ValueError(f"words: expected shape {tuple(codes.shape[:-1])}, got {tuple(words.shape)}")
     return unrotate(decode_rows(codes, words, fmt), fmt.rotation)
@@ -65,6 +69,7 @@ def reshape_and_cache(
         value: [num_tokens, num_kv_heads, head_size_v], same dtype.
         kv_cache: uint8 of `layout.shape(num_blocks)`, any strides that `layout.views` takes.
         slot_mapping: [num_tokens] int32 or int64; slot s is row s % block_size of page s // block_size; negative: skip.
+            No slot may be named twice: which of the rows then stays is undefined.
         backend: see `select_backend`.
 
     Raises:
@@ -73,12 +78,12 @@ def reshape_and_cache(
         NotImplementedError: the named backend cannot serve the call.
     """
     layout.check(kv_cache)
-    num_tokens = slot_mapping.shape[0] if slot_mapping.dim() == 1 else -1
+    _check_index("slot_mapping", slot_mapping, ("num_tokens",))
+    num_tokens = slot_mapping.shape[0]
     _check_rows("key", key, num_tokens, layout.num_kv_heads, layout.head_size)
     _check_rows("value", value, num_tokens, layout.num_kv_heads, layout.head_size_v)
     if value.dtype != key.dtype:
         raise TypeError(f"value: expected the dtype of key, {key.dtype}, got {value.dtype}")
-    _check_dtype("slot_mapping", slot_mapping, _INDICES)
     for name, tensor in (("key", key), ("value", value), ("slot_mapping", slot_mapping)):
         _check_device(name, tensor, kv_cache.device)
     if num_tokens == 0:
@@ -86,7 +91,9 @@ def reshape_and_cache(
     num_slots = kv_cache.shape[0] * layout.block_size
     if kv_cache.device.type == "cpu" and int(slot_mapping.max()) >= num_slots:
         raise ValueError(f"slot_mapping: expected slots below {num_slots}, got {int(slot_mapping.max())}")
-    select_backend(backend, layout, None, kv_cache.device).reshape_and_cache(key, value, kv_cache, slot_mapping, layout)
+    module = select_backend(backend, layout, None, kv_cache.device)
+    with torch.no_grad():
+        module.reshape_and_cache(key, value, kv_cache, slot_mapping, layout)
 
 
 def gather_and_dequantize(
@@ -98,11 +105,15 @@ def gather_and_dequantize(
         block_table: [max_blocks] int32 or int64, the sequence's pages in order.
         seq_len: tokens to read.
     """
-    _check_dtype("block_table", block_table, _INDICES)
+    layout.check(kv_cache)
+    _check_index("block_table", block_table, ("max_blocks",))
+    _check_device("block_table", block_table, kv_cache.device)
     if not 0 <= seq_len <= block_table.shape[-1] * layout.block_size:
         raise ValueError(
             f"seq_len: expected 0 to {block_table.shape[-1] * layout.block_size}, the table's tokens, got {seq_len}"
         )
+    if kv_cache.device.type == "cpu":
+        _check_pages(block_table[: -(-seq_len // layout.block_size)], kv_cache.shape[0])
     return reference.gather_and_dequantize(kv_cache, block_table, seq_len, layout)
 
 
@@ -149,26 +160,29 @@ def paged_attention(
         NotImplementedError: the named backend cannot serve the call.
     """
     layout.check(kv_cache)
+    _check_index("seq_lens", seq_lens, ("num_seqs",))
     num_seqs = seq_lens.shape[0]
+    _check_index("query_start_loc", query_start_loc, (num_seqs + 1,))
+    _check_index("block_table", block_table, (num_seqs, "max_blocks"))
     opts = AttentionOptions(softmax_scale=layout.head_size**-0.5 if softmax_scale is None else softmax_scale, **options)
-    if query.dim() != 3 or query.shape[1] % layout.num_kv_heads or query.shape[2] != layout.head_size:
+    if query.dim() != 3 or not query.shape[1] or query.shape[1] % layout.num_kv_heads or query.shape[2] != layout.head_size:
         raise ValueError(
             f"query: expected [num_tokens, a multiple of {layout.num_kv_heads} heads, {layout.head_size}], "
             f"got {tuple(query.shape)}"
         )
     _check_dtype("query", query, _FLOATS)
+    _check_contiguous("query", query)
     opts.check(num_seqs, query.shape[1], query.device)
-    for name, tensor, dims in (("block_table", block_table, 2), ("seq_lens", seq_lens, 1), ("query_start_loc", query_start_loc, 1)):
-        _check_dtype(name, tensor, _INDICES)
-        if tensor.dim() != dims or tensor.shape[0] != num_seqs + (name == "query_start_loc"):
-            raise ValueError(f"{name}: expected {dims} dimensions for {num_seqs} sequences, got shape {tuple(tensor.shape)}")
+    tensors = {"kv_cache": kv_cache, "block_table": block_table, "seq_lens": seq_lens, "query_start_loc": query_start_loc}
+    for name, tensor in tensors.items():
         _check_device(name, tensor, query.device)
-    _check_device("kv_cache", kv_cache, query.device)
     if (key is None) != (value is None):
         raise ValueError("value: expected key and value together, got one of them")
     if key is not None and value is not None:
         _check_rows("key", key, query.shape[0], layout.num_kv_heads, layout.head_size)
         _check_rows("value", value, query.shape[0], layout.num_kv_heads, layout.head_size_v)
+        _check_device("key", key, query.device)
+        _check_device("value", value, query.device)
     out_dtype = query.dtype if opts.output_scale is None else torch.float8_e4m3fn
     out_shape = (query.shape[0], query.shape[1], layout.head_size_v)
     if out is None:
@@ -177,17 +191,24 @@ def paged_attention(
         raise ValueError(
             f"out: expected {out_shape} {out_dtype} on {query.device}, got {tuple(out.shape)} {out.dtype} on {out.device}"
         )
+    _check_contiguous("out", out)
     lse = torch.empty(out_shape[:2], dtype=torch.float32, device=query.device) if return_lse else None
     capacity = block_table.shape[1] * layout.block_size
     if query.device.type == "cpu":
         max_query_len, max_seq_len = _check_lengths(query, kv_cache, block_table, seq_lens, query_start_loc, layout)
+        if opts.qq_bias is not None and opts.qq_bias.shape[0] < max_query_len:
+            raise ValueError(
+                f"qq_bias: expected at least {max_query_len} rows, the longest query, got {opts.qq_bias.shape[0]}"
+            )
     module = select_backend(backend, layout, opts, query.device)
     if query.shape[0]:
-        module.paged_attention(
-            query, kv_cache, block_table, seq_lens, query_start_loc, layout, opts, out, lse, key, value,
-            query.shape[0] if max_query_len is None else max_query_len,
-            capacity if max_seq_len is None else min(max_seq_len, capacity),
-        )  # fmt: skip
+        # Autocast would run a backend's products in 16 bit; a graph would keep every dequantized page alive.
+        with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
+            module.paged_attention(
+                query, kv_cache, block_table, seq_lens, query_start_loc, layout, opts, out, lse, key, value,
+                query.shape[0] if max_query_len is None else max_query_len,
+                capacity if max_seq_len is None else min(max_seq_len, capacity),
+            )  # fmt: skip
     return out if lse is None else (out, lse)
 
 
@@ -204,20 +225,32 @@ def _check_lengths(
     lengths = seq_lens.tolist()
     if starts[0] != 0 or starts[-1] != query.shape[0] or starts != sorted(starts):
         raise ValueError(f"query_start_loc: expected 0 rising to {query.shape[0]}, got {starts}")
-    query_lens = [end - begin for begin, end in zip(starts, starts[1:], strict=False)]
+    query_lens = [end - begin for begin, end in pairwise(starts)]
     for query_len, seq_len in zip(query_lens, lengths, strict=True):
         if not query_len <= seq_len <= block_table.shape[1] * layout.block_size:
             raise ValueError(
                 f"seq_lens: expected from the query length {query_len} to {block_table.shape[1] * layout.block_size}, "
                 f"the block table's tokens, got {seq_len}"
             )
-    used = torch.arange(block_table.shape[1])[None, :] * layout.block_size < seq_lens[:, None]
-    blocks = block_table[used]
-    if blocks.numel() and not 0 <= int(blocks.min()) <= int(blocks.max()) < kv_cache.shape[0]:
-        raise ValueError(
-            f"block_table: expected pages 0 to {kv_cache.shape[0] - 1}, got {int(blocks.min())} to {int(blocks.max())}"
-        )
+    first_slot = torch.arange(block_table.shape[1], device="cpu")[None, :] * layout.block_size
+    _check_pages(block_table[first_slot < seq_lens[:, None]], kv_cache.shape[0])
     return max(query_lens, default=0), max(lengths, default=0)
+
+
+def _check_pages(pages: torch.Tensor, num_blocks: int) -> None:
+    if pages.numel() and not 0 <= int(pages.min()) <= int(pages.max()) < num_blocks:
+        raise ValueError(f"block_table: expected pages 0 to {num_blocks - 1}, got {int(pages.min())} to {int(pages.max())}")
+
+
+def _check_index(name: str, tensor: torch.Tensor, shape: tuple[int | str, ...]) -> None:
+    _check_dtype(name, tensor, _INDICES)
+    if tensor.dim() != len(shape) or any(isinstance(n, int) and n != m for n, m in zip(shape, tensor.shape, strict=True)):
+        raise ValueError(f"{name}: expected shape [{', '.join(map(str, shape))}], got {list(tensor.shape)}")
+
+
+def _check_contiguous(name: str, tensor: torch.Tensor) -> None:
+    if tensor.stride(-1) != 1:
+        raise ValueError(f"{name}: expected a contiguous last dimension, got strides {tensor.stride()}")
 
 
 def _check_dtype(name: str, tensor: torch.Tensor, expected: tuple[torch.dtype, ...]) -> None:
@@ -234,5 +267,4 @@ def _check_rows(name: str, rows: torch.Tensor, num_tokens: int, num_kv_heads: in
     if tuple(rows.shape) != (num_tokens, num_kv_heads, head_size):
         raise ValueError(f"{name}: expected shape {(num_tokens, num_kv_heads, head_size)}, got {tuple(rows.shape)}")
     _check_dtype(name, rows, _FLOATS)
-    if rows.stride(-1) != 1:
-        raise ValueError(f"{name}: expected a contiguous last dimension, got strides {rows.stride()}")
+    _check_contiguous(name, rows)

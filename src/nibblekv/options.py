@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 
@@ -20,7 +20,7 @@ class AttentionOptions:
                and (window:  q - k < sliding_window, and k - q < sliding_window where not causal)
                and (chunks:  q // chunk_size - k // chunk_size <= chunk_lookback, in place of the window)
                and (R-SWA:   k < rswa_prefix_lens[b] or q - k < rswa_window, in place of the window)
-        visible = base or (q and k lie in one mm_prefix range, which with mm_prefix_clamp must also meet q - k < sliding_window)
+        visible = base or (q and k lie in one mm_prefix range; with mm_prefix_clamp also q - k < sliding_window)
 
     and its score is softcap(softmax_scale * q.k) + ALiBi + query-query bias. A key that is not visible never changes the
     row, whatever bytes it holds. A row that sees nothing returns zeros and a log-sum-exp of -inf.
@@ -30,11 +30,11 @@ class AttentionOptions:
         causal: one flag, or [B] bool, one per sequence.
         sliding_window: visible positions including the query's own; 0 means all.
         chunk_lookback: -1 means no chunks; else chunk_size = sliding_window // (chunk_lookback + 1).
-        rswa_prefix_lens: [B] integer, with rswa_window: every query sees the prefix and a window.
+        rswa_prefix_lens: [B] integer, with rswa_window >= 1: every query sees the prefix and a window.
         softcap: scores become softcap * tanh(score / softcap); 0 means none.
         alibi_slopes: [num_query_heads] float32; adds slope * (k - q).
         alibi_sqrt: adds -slope * sqrt(q - k) for k <= q and 0 beyond, in place of the linear term.
-        sinks: [num_query_heads] float32; one extra logit per head that takes probability and gives no value.
+        sinks: [num_query_heads] float32; one extra logit per head that takes probability and gives no value (lse counts it).
         qq_bias: [max query_len, max query_len] float32, added between the queries of one call.
         mm_prefix_ranges: [B, R, 2] int32, inclusive (first, last) positions; ranges with first >= last are unused.
         mm_prefix_clamp: see above.
@@ -78,30 +78,39 @@ class AttentionOptions:
                 f"sliding_window: expected at least chunk_lookback + 1 = {self.chunk_lookback + 1} with chunked attention, "
                 f"got {self.sliding_window}"
             )
-        if (self.rswa_prefix_lens is None) != (self.rswa_window == 0):
-            raise ValueError(f"rswa_window: expected it together with rswa_prefix_lens, got {self.rswa_window}")
+        if self.rswa_window < 0 or (self.rswa_prefix_lens is None) != (self.rswa_window == 0):
+            raise ValueError(
+                f"rswa_window: expected at least 1 together with rswa_prefix_lens, else 0, got {self.rswa_window}"
+            )
         if self.rswa_prefix_lens is not None and self.chunk_lookback >= 0:
             raise ValueError("rswa_window: expected no chunk_lookback beside it")
         if self.alibi_sqrt and self.alibi_slopes is None:
             raise ValueError("alibi_sqrt: expected alibi_slopes with it, got None")
         if self.mm_prefix_clamp and self.mm_prefix_ranges is None:
             raise ValueError("mm_prefix_clamp: expected mm_prefix_ranges with it, got None")
-        for name, shape in (
-            ("causal", (num_seqs,)),
-            ("rswa_prefix_lens", (num_seqs,)),
-            ("alibi_slopes", (num_query_heads,)),
-            ("sinks", (num_query_heads,)),
-            ("output_scale", (1,)),
+        for name, kind, shape in (
+            ("causal", "bool", (num_seqs,)),
+            ("rswa_prefix_lens", "int", (num_seqs,)),
+            ("alibi_slopes", "float", (num_query_heads,)),
+            ("sinks", "float", (num_query_heads,)),
+            ("qq_bias", "float", ("N", "N")),
+            ("mm_prefix_ranges", "int", (num_seqs, "R", 2)),
+            ("output_scale", "float", (1,)),
         ):
             tensor = getattr(self, name)
-            if isinstance(tensor, torch.Tensor) and tuple(tensor.shape) != shape:
-                raise ValueError(f"{name}: expected shape {shape}, got {tuple(tensor.shape)}")
-        ranges = self.mm_prefix_ranges
-        if ranges is not None and (ranges.dim() != 3 or ranges.shape[0] != num_seqs or ranges.shape[2] != 2):
-            raise ValueError(f"mm_prefix_ranges: expected shape ({num_seqs}, R, 2), got {tuple(ranges.shape)}")
-        if self.qq_bias is not None and (self.qq_bias.dim() != 2 or self.qq_bias.shape[0] != self.qq_bias.shape[1]):
-            raise ValueError(f"qq_bias: expected a square matrix, got shape {tuple(self.qq_bias.shape)}")
-        for field in fields(self):
-            tensor = getattr(self, field.name)
-            if isinstance(tensor, torch.Tensor) and tensor.device != device:
-                raise ValueError(f"{field.name}: expected device {device}, got {tensor.device}")
+            if isinstance(tensor, torch.Tensor):
+                _check_tensor(name, tensor, kind, shape, device)
+
+
+def _check_tensor(name: str, tensor: torch.Tensor, kind: str, shape: tuple[int | str, ...], device: torch.device) -> None:
+    """Raise unless the tensor has the kind of dtype, the shape (equal letters are equal sizes) and the device."""
+    actual = "bool" if tensor.dtype == torch.bool else "float" if tensor.dtype.is_floating_point else "int"
+    if actual != kind:
+        raise TypeError(f"{name}: expected a tensor of {kind}, got {tensor.dtype}")
+    sizes: dict[int | str, int] = {}
+    if tensor.dim() != len(shape) or any(
+        m != (n if isinstance(n, int) else sizes.setdefault(n, m)) for n, m in zip(shape, tensor.shape, strict=True)
+    ):
+        raise ValueError(f"{name}: expected shape [{', '.join(map(str, shape))}], got {list(tensor.shape)}")
+    if tensor.device != device:
+        raise ValueError(f"{name}: expected device {device}, got {tensor.device}")

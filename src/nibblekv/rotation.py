@@ -7,6 +7,9 @@ of order 4 * (odd part) by Paley's construction where one exists over a prime fi
 part. `block`: vLLM's transform, block-diagonal H_b (b = the largest power of two that divides head_size), unnormalised,
 so that R R^T = b I. `none`: the identity.
 
+Everything here is built in float64 on the CPU, whatever torch's default device, default dtype, autocast or inference mode
+is at the first call: the matrices are cached for the process.
+
 Sources: Paley, "On orthogonal matrices" (1933); Hartley (1942); QuaRot (arXiv 2404.00456) for rotated KV caches.
 """
 
@@ -33,9 +36,10 @@ _SIGN_BITS = int(
 def rotation_signs(kind: RotationKind, head_size: int) -> torch.Tensor:
     """Return the sign vector [head_size] float64 of +1 and -1 (all +1 for `none`; repeated for every block of `block`)."""
     if kind == "none":
-        return torch.ones(head_size, dtype=torch.float64)
+        return torch.ones(head_size, dtype=torch.float64, device="cpu")
     period = head_size & -head_size if kind == "block" else head_size
-    return torch.tensor([1.0 if _SIGN_BITS >> (d % period) & 1 else -1.0 for d in range(head_size)], dtype=torch.float64)
+    signs = [1.0 if _SIGN_BITS >> (d % period) & 1 else -1.0 for d in range(head_size)]
+    return torch.tensor(signs, dtype=torch.float64, device="cpu")
 
 
 def rotation_factors(kind: RotationKind, head_size: int) -> tuple[int, torch.Tensor, bool]:
@@ -46,33 +50,37 @@ def rotation_factors(kind: RotationKind, head_size: int) -> tuple[int, torch.Ten
         base: [m, m] float64; entries +1 and -1, or Hartley's cas(2 pi i j / m).
         outer: True if the Sylvester matrix is the left factor (H kron B), False if it acts inside each block (I kron H).
     """
+    one = torch.ones(1, 1, dtype=torch.float64, device="cpu")
     if kind == "none":
-        return 1, torch.ones(1, 1, dtype=torch.float64), True
+        return 1, one, True
     power = head_size & -head_size
     odd = head_size // power
     if kind == "block":
-        return power, torch.ones(1, 1, dtype=torch.float64), False
+        return power, one, False
     if odd == 1:
-        return power, torch.ones(1, 1, dtype=torch.float64), True
-    if _is_prime(4 * odd - 1):
-        return power // 4, _paley_one(4 * odd - 1), True
-    if _is_prime(2 * odd - 1) and (2 * odd - 1) % 4 == 1:
-        return power // 4, _paley_two(2 * odd - 1), True
-    return power, _hartley(odd), True
+        return power, one, True
+    with torch.device("cpu"):
+        if _is_prime(4 * odd - 1):
+            return power // 4, _paley_one(4 * odd - 1), True
+        if _is_prime(2 * odd - 1):  # 1 mod 4, as `odd` is odd
+            return power // 4, _paley_two(2 * odd - 1), True
+        return power, _hartley(odd), True
 
 
 @functools.cache
 def rotation_matrix(kind: RotationKind, head_size: int) -> torch.Tensor:
     """Return R [head_size, head_size] float64 on the CPU, y = R x. Do not modify: it is cached."""
-    if kind == "none":
-        return torch.eye(head_size, dtype=torch.float64)
-    p, base, outer = rotation_factors(kind, head_size)
-    sylvester = _sylvester(p)
-    if outer:
-        mixing = torch.kron(sylvester, base) / math.sqrt(head_size)
-    else:
-        mixing = torch.kron(torch.eye(head_size // p, dtype=torch.float64), sylvester)
-    return mixing * rotation_signs(kind, head_size)
+    # A tensor made in inference mode or under another default device would stay in the cache and break later callers.
+    with torch.inference_mode(False), torch.device("cpu"):
+        if kind == "none":
+            return torch.eye(head_size, dtype=torch.float64)
+        p, base, outer = rotation_factors(kind, head_size)
+        sylvester = _sylvester(p)
+        if outer:
+            mixing = torch.kron(sylvester, base) / math.sqrt(head_size)
+        else:
+            mixing = torch.kron(torch.eye(head_size // p, dtype=torch.float64), sylvester)
+        return mixing * rotation_signs(kind, head_size)
 
 
 def inverse_gain(kind: RotationKind, head_size: int) -> float:
@@ -81,21 +89,28 @@ def inverse_gain(kind: RotationKind, head_size: int) -> float:
 
 
 def rotate(x: torch.Tensor, kind: RotationKind) -> torch.Tensor:
-    """Return R x for every row of x [..., head_size] (any float dtype), as float32; nothing is rounded to 16 bits."""
-    x = x.to(torch.float32)
-    return x if kind == "none" else x @ _device_matrix(kind, x.shape[-1], x.device).T
+    """Return R x for every row of x [..., head_size] (any float dtype), as float32.
+
+    Computed in float64 and rounded once: autocast, TF32 and bf16 matmul settings do not reach it, and a row's bytes do not
+    depend on how many rows are rotated with it (a float32 matrix product picks its kernel, hence its order, by shape).
+    """
+    if kind == "none":
+        return x.to(torch.float32)
+    return (x.to(torch.float64) @ _device_matrix(kind, x.shape[-1], x.device).T).to(torch.float32)
 
 
 def unrotate(y: torch.Tensor, kind: RotationKind) -> torch.Tensor:
     """Return the inverse rotation of y [..., head_size] float32, as float32."""
     if kind == "none":
         return y
-    return (y @ _device_matrix(kind, y.shape[-1], y.device)) * inverse_gain(kind, y.shape[-1])
+    x = y.to(torch.float64) @ _device_matrix(kind, y.shape[-1], y.device)
+    return (x * inverse_gain(kind, y.shape[-1])).to(torch.float32)
 
 
 @functools.cache
 def _device_matrix(kind: RotationKind, head_size: int, device: torch.device) -> torch.Tensor:
-    return rotation_matrix(kind, head_size).to(device, torch.float32)
+    with torch.inference_mode(False):
+        return rotation_matrix(kind, head_size).to(device)
 
 
 def _sylvester(order: int) -> torch.Tensor:

@@ -41,9 +41,7 @@ def available_backends() -> dict[str, str | None]:
     return {name: get_backend(name).unavailable_reason() for name in BACKENDS}
 
 
-def select_backend(
-    name: str, layout: KVCacheLayout, options: AttentionOptions | None, device: torch.device
-) -> ModuleType:
+def select_backend(name: str, layout: KVCacheLayout, options: AttentionOptions | None, device: torch.device) -> ModuleType:
     """Return the module that serves a call.
 
     Args:

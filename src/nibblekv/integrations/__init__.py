@@ -1,1 +1,1 @@
-"""Bridges to inference engines. Nothing else in the package imports from here."""
+"""Adapters to inference engines, one module each; none is imported unless its user asks for it."""

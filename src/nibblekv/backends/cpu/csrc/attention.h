@@ -1,0 +1,607 @@
+// Attention of one item: rows of queries x tiles of tokens, online softmax in units of log2.
+#pragma once
+
+namespace nibblekv {
+namespace NKV_ISA {
+
+constexpr float kLog2e = 1.44269504088896341f;
+constexpr int64_t kGroups = kTile / 16;
+
+NKV_INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
+NKV_INLINE int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
+
+struct States {  // of the rows of an item, over the tokens seen so far
+  Partial row[kMaxRows];
+  alignas(64) float pages[kMaxRows * kMaxHeadSize];  // rotated domain, in the order of the value kernel, units of 2^m
+  alignas(64) float raw[kMaxRows * kMaxHeadSize];  // the queries' own values
+};
+
+struct Workspace {  // one per thread
+  States states, total;
+  alignas(64) float query_rotated[kMaxRows * kMaxHeadSize];
+  alignas(64) float query_raw[kMaxRows * kMaxHeadSize];
+  alignas(64) int32_t operand[kMaxRows * kMaxHeadSize / 2];
+  alignas(64) float scores[kMaxRows * kTile];  // then weights
+  alignas(64) int32_t weight_high[kMaxRows * kTile / 4], weight_low[kMaxRows * kTile / 4];
+  alignas(64) float keys[kMaxHeadSize * kTile];  // [dimension][token]
+  alignas(64) float values[kTile * kMaxHeadSize];  // [token][dimension]
+  alignas(64) uint8_t key_codes[kMaxHeadSize * kTile + 16 * 64];
+  alignas(64) uint8_t value_codes[kMaxHeadSize * kTile];
+  alignas(64) float k_scale[kTile], k_bias[kTile], v_scale[kTile], v_bias[kTile];
+  float float8[256];
+};
+
+static Workspace& workspace() {
+  static thread_local Workspace* mine = nullptr;  // kept as long as its thread: 1.3 MB
+  if (!mine) {
+    mine = static_cast<Workspace*>(aligned_alloc(64, (sizeof(Workspace) + 63) / 64 * 64));
+    memset(static_cast<void*>(mine), 0, sizeof(Workspace));
+    for (int i = 0; i < 256; ++i) mine->float8[i] = from_float8(static_cast<uint8_t>(i));
+  }
+  return *mine;
+}
+
+struct Bits {  // tokens of a tile
+  uint64_t word[kTile / 64];
+};
+
+struct Context {  // of one item
+  const AttentionArgs& a;
+  const Geometry& g;
+  const Item& item;
+  Workspace& w;
+  int64_t group, begin, query_len, seq_len, context_len, paged_len, rows, value_width;
+  bool causal, special, raw, k_int, v_int;
+  float factor;  // of the operands: softmax_scale, and log2(e) unless options need natural units
+  float sum[kMaxRows];  // of the rotated query, times factor
+  float operand_scale[kMaxRows];
+  int32_t center_high[kMaxRows], center_low[kMaxRows];
+  float decay[kMaxRows];
+
+  Context(const AttentionArgs& args, const Item& it)
+      : a(args), g(*args.geometry), item(it), w(workspace()) {
+    group = a.num_query_heads / g.num_kv_heads;
+    begin = load_index(a.query_start_loc, a.query_start_stride, a.query_start_is_64, item.seq);
+    query_len = load_index(a.query_start_loc, a.query_start_stride, a.query_start_is_64, item.seq + 1) - begin;
+    seq_len = load_index(a.seq_lens, a.seq_lens_stride, a.seq_lens_are_64, item.seq);
+    context_len = seq_len - query_len;
+    const bool own = a.key != nullptr;
+    paged_len = own || a.prefix_only ? context_len : seq_len;
+    raw = own && !a.prefix_only;
+    rows = item.rows;
+    causal = a.causal_flags ? a.causal_flags[item.seq] : a.causal;
+    special = a.softcap > 0 || a.alibi_slopes || a.qq_bias;
+    factor = static_cast<float>(a.softmax_scale) * (special ? 1.0f : kLog2e);
+    k_int = NKV_AVX512 && g.k.code != kFp8;
+    v_int = NKV_AVX512 && g.v.code != kFp8;
+    value_width = (g.v.head_size + 15) / 16 * 16;
+  }
+  int64_t query(int64_t r) const { return (item.row0 + r) / group; }
+  int64_t head(int64_t r) const { return item.head * group + (item.row0 + r) % group; }
+  int64_t position(int64_t r) const { return context_len + query(r); }
+
+  // Calls f(first, end) for ranges of visible positions whose union is what a query at q sees.
+  template <typename F>
+  NKV_INLINE_MEMBER void ranges(int64_t q, F f) const {
+    const int64_t end = causal ? min64(q + 1, seq_len) : seq_len;
+    if (a.chunk_lookback >= 0) {
+      f(max64(0, (q / a.chunk_size - a.chunk_lookback) * a.chunk_size), end);
+    } else if (a.rswa_prefix_lens) {
+      f(int64_t{0}, min64(a.rswa_prefix_lens[item.seq], end));
+      f(max64(0, q - a.rswa_window + 1), end);
+    } else if (a.sliding_window > 0) {
+      f(max64(0, q - a.sliding_window + 1), causal ? end : min64(end, q + a.sliding_window));
+    } else {
+      f(int64_t{0}, end);
+    }
+    for (int64_t i = 0; i < a.mm_count; ++i) {
+      const int32_t* range = a.mm_ranges + (item.seq * a.mm_count + i) * 2;
+      if (range[0] < range[1] && q >= range[0] && q <= range[1])
+        f(a.mm_clamp && a.sliding_window > 0 ? max64(range[0], q - a.sliding_window + 1) : int64_t{range[0]},
+          min64(int64_t{range[1]} + 1, seq_len));
+    }
+  }
+
+  // Bits of the positions [first, first + n) that row r sees; returns whether there are any.
+  bool visible(int64_t r, int64_t first, int64_t n, Bits* bits) const {
+    *bits = Bits{};
+    bool any = false;
+    ranges(position(r), [&](int64_t from, int64_t to) {
+      from = max64(from - first, 0);
+      to = min64(to - first, n);
+      if (from >= to) return;
+      any = true;
+      for (int64_t i = from / 64; i <= (to - 1) / 64; ++i) {
+        const int64_t low = max64(from - 64 * i, 0), high = min64(to - 64 * i, 64);
+        bits->word[i] |= (~0ULL >> (64 - (high - low))) << low;
+      }
+    });
+    return any;
+  }
+};
+
+NKV_INLINE void unpack_word(int64_t kind, uint32_t word, float center, float* scale, float* bias) {
+  float s, b;
+  if (kind == kScaleMin) {
+    s = float_of(word & 0xFFFF0000u);
+    b = float_of(word << 16);
+  } else if (kind == kScaleZero) {
+    s = float_of(word & ~15u);
+    b = -static_cast<float>(word & 15u) * s;
+  } else {
+    s = float_of(word);
+    b = 0;
+  }
+  *scale = s;
+  *bias = b + center * s;  // codes are taken less their centre
+}
+
+// Words of 16 tokens. A word that is not a number leaves NaN in *mark, and 0 in its scale and bias.
+static void load_words(const Side& side, const uint8_t* p, float* scale, float* bias, float* mark) {
+  const float center = side.code == kUint4 ? 7.5f : 0.0f;
+  for (int t = 0; t < 16; ++t)
+    unpack_word(side.word, *reinterpret_cast<const uint32_t*>(p + t * side.word_slot_stride), center, scale + t, bias + t);
+  const v16 s = load16(scale), b = load16(bias);
+  const v16 zero = s * splat(0.0f) + b * splat(0.0f);
+  const i16 good = zero == zero;
+  store16(scale, (v16)((i16)s & good));
+  store16(bias, (v16)((i16)b & good));
+  store16(mark, load16(mark) + zero);
+}
+
+#if NKV_AVX512
+NKV_INLINE void split_operand(__m512 x, float inverse, __m512i* high, __m512i* low) {
+  const __m512i q = _mm512_cvtps_epi32(_mm512_mul_ps(x, _mm512_set1_ps(inverse)));
+  *high = _mm512_srai_epi32(_mm512_add_epi32(q, _mm512_set1_epi32(128)), 8);
+  *low = _mm512_sub_epi32(q, _mm512_slli_epi32(*high, 8));
+}
+
+// The bytes of one query for dot_keys; see KeyRow.
+static void make_operand(Context& c, int64_t r) {
+  const int64_t n = c.g.k.head_size;
+  const bool nibbles = c.g.k.code == kUint4;
+  const float* x = c.w.query_rotated + r * kMaxHeadSize;
+  float largest = 0;
+  for (int64_t d = 0; d < n; ++d) largest = fabsf(x[d]) > largest ? fabsf(x[d]) : largest;
+  const float step = operand_step(largest), inverse = step > 0 ? 1.0f / step : 0.0f;
+  int32_t sum_high = 0, sum_low = 0;
+  int8_t* bytes = reinterpret_cast<int8_t*>(c.w.operand + r * kMaxHeadSize / 2);
+  alignas(64) int32_t high[kMaxHeadSize], low[kMaxHeadSize];
+  for (int64_t d = 0; d < n; d += 16) {  // the workspace is a multiple of 16 wide; beyond n only scratch
+    __m512i h, l;
+    split_operand(_mm512_loadu_ps(x + d), inverse, &h, &l);
+    _mm512_store_si512(high + d, h);
+    _mm512_store_si512(low + d, l);
+  }
+  for (int64_t d = 0; d < n; ++d) {
+    sum_high += high[d];
+    sum_low += low[d];
+    int8_t* p = nibbles ? bytes + d / 8 * 16 + (d & 1) * 8 + (d % 8) / 2 : bytes + d / 4 * 8 + d % 4;
+    p[0] = static_cast<int8_t>(high[d]);
+    p[4] = static_cast<int8_t>(low[d]);
+  }
+  const int32_t twice = nibbles ? 15 : 256;
+  c.center_high[r] = twice * sum_high;
+  c.center_low[r] = twice * sum_low;
+  c.operand_scale[r] = 0.5f * step;
+}
+
+static void score_pages_int(Context& c, int64_t groups) {
+  const bool nibbles = c.g.k.code == kUint4;
+  const int64_t dwords = c.g.k.row_bytes / 4;
+  for (int64_t r = 0; r < c.rows; r += 4) {
+    KeyRow rows[4];
+    const int64_t n = min64(4, c.rows - r);
+    for (int64_t i = 0; i < n; ++i)
+      rows[i] = {c.w.operand + (r + i) * kMaxHeadSize / 2, c.center_high[r + i], c.center_low[r + i], c.operand_scale[r + i]};
+    float* out = c.w.scores + r * kTile;
+    const uint8_t* keys = c.w.key_codes;
+#define NKV_CASE(N)                                         \
+  case N:                                                   \
+    nibbles ? dot_keys<N, true>(keys, dwords, groups, rows, out) : dot_keys<N, false>(keys, dwords, groups, rows, out); \
+    break;
+    switch (n) { NKV_CASE(1) NKV_CASE(2) NKV_CASE(3) NKV_CASE(4) }
+#undef NKV_CASE
+  }
+}
+
+static void weigh_pages_int(Context& c, int64_t groups) {
+  const bool nibbles = c.g.v.code == kUint4;
+  const int32_t twice = nibbles ? 15 : 256;
+  for (int64_t r = 0; r < c.rows; r += 4) {
+    ValueRow rows[4];
+    const int64_t n = min64(4, c.rows - r);
+    for (int64_t i = 0; i < n; ++i) {
+      const float* weight = c.w.scores + (r + i) * kTile;
+      __m512 largest = _mm512_setzero_ps();
+      for (int64_t t = 0; t < groups * 16; t += 16) largest = _mm512_max_ps(largest, _mm512_abs_ps(_mm512_load_ps(weight + t)));
+      const float step = operand_step(_mm512_reduce_max_ps(largest)), inverse = step > 0 ? 1.0f / step : 0.0f;
+      int32_t* high = c.w.weight_high + (r + i) * kQuads;
+      int32_t* low = c.w.weight_low + (r + i) * kQuads;
+      __m512i sum_high = _mm512_setzero_si512(), sum_low = sum_high;
+      for (int64_t t = 0; t < groups * 16; t += 16) {
+        __m512i h, l;
+        split_operand(_mm512_load_ps(weight + t), inverse, &h, &l);
+        sum_high = _mm512_add_epi32(sum_high, h);
+        sum_low = _mm512_add_epi32(sum_low, l);
+        _mm_store_si128(reinterpret_cast<__m128i*>(high + t / 4), _mm512_cvtepi32_epi8(h));
+        _mm_store_si128(reinterpret_cast<__m128i*>(low + t / 4), _mm512_cvtepi32_epi8(l));
+      }
+      rows[i] = {high, low, twice * _mm512_reduce_add_epi32(sum_high), twice * _mm512_reduce_add_epi32(sum_low), 0.5f * step,
+                 c.decay[r + i], c.w.states.pages + (r + i) * kMaxHeadSize};
+    }
+    const uint8_t* values = c.w.value_codes;
+    const int64_t bytes = c.g.v.row_bytes, quads = groups * 4;
+#define NKV_CASE(N)                                           \
+  case N:                                                     \
+    nibbles ? dot_values<N, true>(values, bytes, quads, rows) : dot_values<N, false>(values, bytes, quads, rows); \
+    break;
+    switch (n) { NKV_CASE(1) NKV_CASE(2) NKV_CASE(3) NKV_CASE(4) }
+#undef NKV_CASE
+  }
+}
+#endif
+
+static void score_float(Context& c, const float* query, int64_t tokens) {
+  for (int64_t r = 0; r < c.rows; r += 4) {
+    const float* q = query + r * kMaxHeadSize;
+    float* out = c.w.scores + r * kTile;
+    const int64_t size = c.g.k.head_size;
+    switch (min64(4, c.rows - r)) {
+      case 1: dot_keys_float<1>(c.w.keys, size, tokens, q, out); break;
+      case 2: dot_keys_float<2>(c.w.keys, size, tokens, q, out); break;
+      case 3: dot_keys_float<3>(c.w.keys, size, tokens, q, out); break;
+      default: dot_keys_float<4>(c.w.keys, size, tokens, q, out);
+    }
+  }
+}
+
+static void weigh_float(Context& c, float* accumulator, int64_t tokens) {
+  for (int64_t r = 0; r < c.rows; r += 4) {
+    const float* w = c.w.scores + r * kTile;
+    float* out = accumulator + r * kMaxHeadSize;
+    const float* decay = c.decay + r;
+    switch (min64(4, c.rows - r)) {
+      case 1: dot_values_float<1>(c.w.values, c.value_width, tokens, w, decay, out); break;
+      case 2: dot_values_float<2>(c.w.values, c.value_width, tokens, w, decay, out); break;
+      case 3: dot_values_float<3>(c.w.values, c.value_width, tokens, w, decay, out); break;
+      default: dot_values_float<4>(c.w.values, c.value_width, tokens, w, decay, out);
+    }
+  }
+}
+
+// Softcap, ALiBi and the query-query bias on one row of scores in natural units; leaves units of log2.
+static void apply_special(const Context& c, int64_t r, int64_t first, int64_t n, float* s) {
+  const int64_t q = c.position(r);
+  if (c.a.softcap > 0) {
+    const float cap = static_cast<float>(c.a.softcap);
+    for (int64_t t = 0; t < n; ++t) s[t] = cap * tanhf(s[t] / cap);
+  }
+  if (c.a.alibi_slopes) {
+    const float slope = c.a.alibi_slopes[c.head(r)];
+    for (int64_t t = 0; t < n; ++t) {
+      const float distance = static_cast<float>(first + t - q);
+      s[t] += slope * (c.a.alibi_sqrt ? (distance < 0 ? -sqrtf(-distance) : 0.0f) : distance);
+    }
+  }
+  if (c.a.qq_bias) {
+    const float* bias = c.a.qq_bias + c.query(r) * c.a.qq_stride;
+    for (int64_t t = max64(0, c.context_len - first); t < n; ++t) s[t] += bias[first + t - c.context_len];
+  }
+  for (int64_t t = 0; t < n; ++t) s[t] *= kLog2e;
+}
+
+// One row of a tile: scores -> weights times v_scale, and the row's running maximum and sums.
+static void softmax_row(Context& c, int64_t r, int64_t first, int64_t n, const Bits& bits, bool any) {
+  Workspace& w = c.w;
+  float* s = w.scores + r * kTile;
+  Partial& state = w.states.row[r];
+  const int64_t padded = (n + 15) / 16 * 16;
+  c.decay[r] = 1.0f;
+  if (!any) {
+    memset(s, 0, padded * sizeof(float));
+    return;
+  }
+  const v16 sum = splat(c.sum[r]), none = splat(-INFINITY);
+  for (int64_t t = 0; t < padded; t += 16) store16(s + t, fma16(load16(s + t), load16(w.k_scale + t), load16(w.k_bias + t) * sum));
+  if (c.special) apply_special(c, r, first, n, s);
+  v16 top = none;
+  bool broken = false;
+  for (int64_t t = 0; t < padded; t += 16) {
+    v16 x = load16(s + t);
+    const uint32_t seen = static_cast<uint32_t>(bits.word[t / 64] >> (t % 64)) & 0xFFFFu;
+    if (seen != 0xFFFFu) {
+      for (int i = 0; i < 16; ++i)
+        if (!(seen >> i & 1)) x[i] = -INFINITY;
+      store16(s + t, x);
+    }
+    broken |= any_nan(x);
+    top = max16(top, x);
+  }
+  const float highest = reduce_max16(top);
+  if (broken || highest == -INFINITY) {
+    state.nan |= broken;
+    memset(s, 0, padded * sizeof(float));
+    return;
+  }
+  const float m = highest > state.m ? highest : state.m;
+  c.decay[r] = state.m == -INFINITY ? 0.0f : exp2f(state.m - m);
+  v16 total = (v16){}, shared = (v16){};
+  for (int64_t t = 0; t < padded; t += 16) {
+    const v16 p = exp2_16(load16(s + t) - splat(m));
+    total += p;
+    shared = fma16(p, load16(w.v_bias + t), shared);
+    store16(s + t, p * load16(w.v_scale + t));
+  }
+  state.m = m;
+  state.l = state.l * c.decay[r] + sum16(total);
+  state.shared = state.shared * c.decay[r] + sum16(shared);
+}
+
+struct Pages {  // the rows of one tile, by groups of 16 tokens
+  const uint8_t *k[kGroups], *v[kGroups], *k_words[kGroups], *v_words[kGroups];
+};
+
+static void find_pages(const Context& c, int64_t first, int64_t groups, Pages* p) {
+  const AttentionArgs& a = c.a;
+  const uint8_t* table = a.block_table + c.item.seq * a.block_table_row;
+  for (int64_t i = 0; i < groups; ++i) {
+    const int64_t token = first + 16 * i, slot = token % c.g.block_size;
+    const int64_t block = load_index(table, a.block_table_col, a.block_table_is_64, token / c.g.block_size);
+    const Side &k = c.g.k, &v = c.g.v;
+    p->k[i] = a.kv_cache + k.codes_offset + block * k.block_stride + slot * k.slot_stride + c.item.head * k.head_stride;
+    p->v[i] = a.kv_cache + v.codes_offset + block * v.block_stride + slot * v.slot_stride + c.item.head * v.head_stride;
+    p->k_words[i] = a.kv_cache + k.words_offset + block * k.word_block_stride + slot * k.word_slot_stride + c.item.head * k.word_head_stride;
+    p->v_words[i] = a.kv_cache + v.words_offset + block * v.word_block_stride + slot * v.word_slot_stride + c.item.head * v.word_head_stride;
+  }
+}
+
+NKV_INLINE void prefetch_rows(const uint8_t* rows, int64_t stride, int64_t bytes) {
+  for (int64_t t = 0; t < 16; ++t)
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(rows + t * stride + i);
+}
+
+// Tokens [first, first + n) of the pages; `next` are the pages of the tile after it, for prefetching.
+static void attend_pages(Context& c, int64_t first, int64_t n, const Pages& pages, const Pages& next, int64_t next_groups,
+                         const Bits* bits, const bool* any) {
+  Workspace& w = c.w;
+  const Side &k = c.g.k, &v = c.g.v;
+  const int64_t groups = (n + 15) / 16;
+  alignas(64) float mark[kTile];
+  memset(mark, 0, sizeof mark);
+  for (int64_t i = 0; i < groups; ++i) {
+    load_words(k, pages.k_words[i], w.k_scale + 16 * i, w.k_bias + 16 * i, mark + 16 * i);
+    load_words(v, pages.v_words[i], w.v_scale + 16 * i, w.v_bias + 16 * i, mark + 16 * i);
+    if (i < next_groups) {
+      prefetch_rows(next.k[i], k.slot_stride, k.row_bytes);
+      prefetch_rows(next.v[i], v.slot_stride, v.row_bytes);
+      __builtin_prefetch(next.k_words[i]);
+      __builtin_prefetch(next.v_words[i]);
+    }
+#if NKV_AVX512
+    if (c.k_int) {
+      uint8_t* dst = w.key_codes + i * 16 * k.row_bytes;
+      k.code == kUint4 ? transpose_keys<false>(pages.k[i], k.slot_stride, k.row_bytes, dst)
+                       : transpose_keys<true>(pages.k[i], k.slot_stride, k.row_bytes, dst);
+    }
+    if (c.v_int) {
+      v.code == kUint4 ? interleave_values<false>(pages.v[i], v.slot_stride, v.row_bytes, i, w.value_codes)
+                       : interleave_values<true>(pages.v[i], v.slot_stride, v.row_bytes, i, w.value_codes);
+    }
+#endif
+    if (!c.k_int) decode_keys(k, pages.k[i], k.slot_stride, w.float8, w.keys + 16 * i);
+    if (!c.v_int)
+      for (int64_t t = 0; t < 16; ++t)
+        if (!decode_value(v, pages.v[i] + t * v.slot_stride, w.float8, w.values + (16 * i + t) * c.value_width))
+          mark[16 * i + t] = NAN;
+  }
+  for (int64_t t = 0; t < groups * 16; t += 16) store16(w.k_bias + t, load16(w.k_bias + t) + load16(mark + t));
+  if (!c.k_int) score_float(c, w.query_rotated, groups * 16);
+#if NKV_AVX512
+  if (c.k_int) score_pages_int(c, groups);
+#endif
+  for (int64_t r = 0; r < c.rows; ++r) softmax_row(c, r, first, n, bits[r], any[r]);
+  if (!c.v_int) weigh_float(c, w.states.pages, groups * 16);
+#if NKV_AVX512
+  if (c.v_int) weigh_pages_int(c, groups);
+#endif
+}
+
+// Tokens [first, first + n) of the queries' own keys and values.
+static void attend_raw(Context& c, int64_t first, int64_t n, const Bits* bits, const bool* any) {
+  Workspace& w = c.w;
+  const int64_t padded = (n + 15) / 16 * 16, size = c.g.k.head_size, size_v = c.g.v.head_size;
+  float sums[kMaxRows];
+  for (int64_t t = 0; t < padded; ++t) {
+    float row[kMaxHeadSize];
+    float* value = w.values + t * c.value_width;
+    w.k_scale[t] = w.v_scale[t] = 1.0f;
+    w.k_bias[t] = w.v_bias[t] = 0.0f;
+    if (t >= n) {
+      for (int64_t d = 0; d < size; ++d) w.keys[d * kTile + t] = 0;
+      memset(value, 0, size_v * sizeof(float));
+      continue;
+    }
+    const int64_t token = c.begin + first + t - c.context_len;
+    load_row(c.a.key_dtype, c.a.key + token * c.a.key_token_stride + c.item.head * c.a.key_head_stride, size, row);
+    for (int64_t d = 0; d < size; ++d) w.keys[d * kTile + t] = row[d];
+    load_row(c.a.value_dtype, c.a.value + token * c.a.value_token_stride + c.item.head * c.a.value_head_stride, size_v, value);
+    float check = 0;
+    for (int64_t d = 0; d < size_v; ++d) check += value[d] * 0.0f;
+    if (check != check) {
+      w.k_bias[t] = NAN;
+      memset(value, 0, size_v * sizeof(float));
+    }
+  }
+  memcpy(sums, c.sum, sizeof sums);
+  for (int64_t r = 0; r < c.rows; ++r) c.sum[r] *= 0;  // raw keys have no bias; NaN still acts
+  score_float(c, w.query_raw, padded);
+  for (int64_t r = 0; r < c.rows; ++r) softmax_row(c, r, first, n, bits[r], any[r]);
+  memcpy(c.sum, sums, sizeof sums);
+  weigh_float(c, w.states.raw, padded);
+  const int64_t pages = c.v_int ? kMaxHeadSize : c.value_width;
+  for (int64_t r = 0; r < c.rows; ++r)  // the other accumulator has the same unit
+    if (c.decay[r] != 1.0f)
+      for (int64_t d = 0; d < pages; ++d) w.states.pages[r * kMaxHeadSize + d] *= c.decay[r];
+}
+
+static void load_queries(Context& c) {
+  for (int64_t r = 0; r < c.rows; ++r) {
+    float* raw = c.w.query_raw + r * kMaxHeadSize;
+    float* rotated = c.w.query_rotated + r * kMaxHeadSize;
+    const int64_t n = c.g.k.head_size;
+    load_row(c.a.query_dtype,
+             c.a.query + (c.begin + c.query(r)) * c.a.query_token_stride + c.head(r) * c.a.query_head_stride, n, raw);
+    float check = 0;
+    for (int64_t d = 0; d < n; ++d) check += raw[d] * 0.0f;
+    const bool broken = check != check;
+    for (int64_t d = 0; d < n; ++d) raw[d] = broken ? 0.0f : raw[d] * c.factor;
+    memcpy(rotated, raw, n * sizeof(float));
+    rotate_row(*c.g.k.rotation, rotated);
+    const float gain = c.g.k.rotation->inverse_gain;  // q . x = inverse_gain * (R q) . (R x)
+    double sum = 0;
+    for (int64_t d = 0; d < n; ++d) {
+      rotated[d] *= gain;
+      sum += rotated[d];
+    }
+    // A query that is not a number makes every score one that is not.
+    c.sum[r] = broken ? NAN : static_cast<float>(sum);
+#if NKV_AVX512
+    if (c.k_int) make_operand(c, r);
+#endif
+  }
+}
+
+static void reset(Context& c, States& s) {
+  for (int64_t r = 0; r < c.rows; ++r) s.row[r] = {-INFINITY, 0, 0.0, 0.0};
+  memset(s.pages, 0, c.rows * kMaxHeadSize * sizeof(float));
+  if (c.raw) memset(s.raw, 0, c.rows * kMaxHeadSize * sizeof(float));
+}
+
+// into = into + from, one row; n floats of each accumulator.
+static void fold(Partial* into, const Partial& from, int64_t n, float* a, const float* b) {
+  into->nan |= from.nan;
+  if (from.m == -INFINITY) return;
+  const float m = from.m > into->m ? from.m : into->m;
+  const float x = into->m == -INFINITY ? 0.0f : exp2f(into->m - m), y = exp2f(from.m - m);
+  for (int64_t i = 0; i < n; ++i) a[i] = a[i] * x + b[i] * y;
+  into->l = into->l * x + from.l * y;
+  into->shared = into->shared * x + from.shared * y;
+  into->m = m;
+}
+
+static void write_row_out(Context& c, int64_t r, const Partial& state, const float* pages, const float* raw) {
+  const AttentionArgs& a = c.a;
+  const int64_t n = c.g.v.head_size, token = c.begin + c.query(r), head = c.head(r);
+  alignas(64) float x[kMaxHeadSize];
+  float m = state.m;
+  double l = state.l;
+  float keep = 1.0f;
+  if (a.sinks) {
+    const float sink = a.sinks[head] * kLog2e;
+    const float top = sink > m ? sink : m;
+    keep = m == -INFINITY ? 0.0f : exp2f(m - top);
+    l = l * keep + (sink == -INFINITY ? 0.0 : static_cast<double>(exp2f(sink - top)));
+    m = top;
+  }
+  for (int64_t d = 0; d < n; ++d) x[d] = static_cast<float>(state.shared);
+#if NKV_AVX512
+  if (c.v_int) gather_accumulator(pages, c.g.v.row_bytes, c.g.v.code == kUint4, x);
+#endif
+  if (!c.v_int)
+    for (int64_t d = 0; d < n; ++d) x[d] += pages[d];
+  unrotate_row(*c.g.v.rotation, x);
+  if (raw)
+    for (int64_t d = 0; d < n; ++d) x[d] += raw[d];
+  const float inverse = l > 0 ? keep / static_cast<float>(l) : 0.0f;
+  for (int64_t d = 0; d < n; ++d) x[d] = state.nan ? NAN : x[d] * inverse;
+  store_row(a.out_dtype, x, n, a.out + token * a.out_token_stride + head * a.out_head_stride, static_cast<float>(a.output_scale));
+  if (a.lse)
+    a.lse[token * a.num_query_heads + head] =
+        state.nan ? NAN : l > 0 ? static_cast<float>((m + log2(l)) * 0.693147180559945309) : -INFINITY;
+}
+
+static void attend_split(Context& c, int64_t from, int64_t to, bool last) {
+  Bits bits[kMaxRows];
+  bool any[kMaxRows];
+  Pages pages, next;
+  auto see = [&](int64_t first, int64_t n) {
+    bool seen = false;
+    for (int64_t r = 0; r < c.rows; ++r) seen |= any[r] = c.visible(r, first, n, &bits[r]);
+    return seen;
+  };
+  int64_t found = -1;
+  for (int64_t first = from; first < min64(to, c.paged_len); first += kTile) {
+    const int64_t n = min64(kTile, c.paged_len - first);
+    if (!see(first, n)) continue;
+    if (found != first) find_pages(c, first, (n + 15) / 16, &pages);
+    const int64_t after = first + kTile, left = min64(kTile, min64(to, c.paged_len) - after);
+    const int64_t groups = left > 0 ? (left + 15) / 16 : 0;
+    find_pages(c, after, groups, &next);
+    attend_pages(c, first, n, pages, next, groups, bits, any);
+    pages = next;
+    found = after;
+  }
+  if (last && c.raw)
+    for (int64_t first = c.context_len; first < c.seq_len; first += kTile) {
+      const int64_t n = min64(kTile, c.seq_len - first);
+      if (see(first, n)) attend_raw(c, first, n, bits, any);
+    }
+}
+
+// Attends an item's splits one after another, each from a fresh state, folded in their order: the same sums, bit for bit,
+// as when other threads attend them and `merge` folds them.
+static void attend(const Plan& plan, const Item& item) {
+  Context c(*plan.args, item);
+  Workspace& w = c.w;
+  load_queries(c);
+  const bool fold_here = item.partial < 0 && item.last_split - item.first_split > 1;
+  if (fold_here) reset(c, w.total);
+  for (int64_t split = item.first_split; split < item.last_split; ++split) {
+    reset(c, w.states);
+    attend_split(c, split * plan.split_size, (split + 1) * plan.split_size, split + 1 == item.num_splits);
+    for (int64_t r = 0; r < c.rows; ++r) {
+      const float* pages = w.states.pages + r * kMaxHeadSize;
+      const float* raw = w.states.raw + r * kMaxHeadSize;
+      if (item.partial >= 0) {
+        const int64_t slot = item.partial + (split - item.first_split) * c.rows + r;
+        plan.partials[slot] = w.states.row[r];
+        float* to = plan.accumulators + slot * plan.accumulator_size;
+        memcpy(to, pages, kMaxHeadSize * sizeof(float));
+        if (c.raw) memcpy(to + kMaxHeadSize, raw, kMaxHeadSize * sizeof(float));
+      } else if (fold_here) {
+        Partial copy = w.total.row[r];
+        fold(&copy, w.states.row[r], kMaxHeadSize, w.total.pages + r * kMaxHeadSize, pages);
+        if (c.raw) fold(&w.total.row[r], w.states.row[r], kMaxHeadSize, w.total.raw + r * kMaxHeadSize, raw);
+        w.total.row[r] = copy;
+      }
+    }
+  }
+  if (item.partial >= 0) return;
+  const States& s = fold_here ? w.total : w.states;
+  for (int64_t r = 0; r < c.rows; ++r)
+    write_row_out(c, r, s.row[r], s.pages + r * kMaxHeadSize, c.raw ? s.raw + r * kMaxHeadSize : nullptr);
+}
+
+// Folds the partial states that the items of one block of rows left behind, and writes the rows. Item: all splits.
+static void merge(const Plan& plan, const Item& item) {
+  Context c(*plan.args, item);
+  Workspace& w = c.w;
+  reset(c, w.total);
+  for (int64_t r = 0; r < c.rows; ++r) {
+    float* pages = w.total.pages + r * kMaxHeadSize;
+    float* raw = w.total.raw + r * kMaxHeadSize;
+    for (int64_t split = 0; split < item.num_splits; ++split) {
+      const int64_t slot = item.partial + split * c.rows + r;
+      const float* from = plan.accumulators + slot * plan.accumulator_size;
+      Partial copy = w.total.row[r];
+      fold(&copy, plan.partials[slot], kMaxHeadSize, pages, from);
+      if (c.raw) fold(&w.total.row[r], plan.partials[slot], kMaxHeadSize, raw, from + kMaxHeadSize);
+      w.total.row[r] = copy;
+    }
+    write_row_out(c, r, w.total.row[r], pages, c.raw ? raw : nullptr);
+  }
+}
+
+}  // namespace NKV_ISA
+}  // namespace nibblekv

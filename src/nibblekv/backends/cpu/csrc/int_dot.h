@@ -1,0 +1,290 @@
+// Integer dot products over packed 4- and 8-bit codes (AVX-512 VNNI): exact sums of code * (16-bit operand), the operand
+// split in two signed bytes. Tokens' rows are read once, rearranged in registers into the thread's cache, and then serve
+// all query heads of the group.
+#pragma once
+
+namespace nibblekv {
+namespace NKV_ISA {
+
+constexpr int64_t kGroup = 16;  // tokens whose rows lie in one page
+constexpr int64_t kQuads = kTile / 4;
+
+NKV_INLINE int64_t full_chunks(int64_t row_bytes) { return (row_bytes + 31) / 64; }  // a rest above 32 bytes counts as full
+NKV_INLINE bool half_chunk(int64_t row_bytes) { return (row_bytes & 63) != 0 && (row_bytes & 63) <= 32; }
+NKV_INLINE __mmask64 chunk_mask(int64_t row_bytes, int64_t chunk) {
+  const int64_t left = row_bytes - 64 * chunk;
+  return left >= 64 ? ~0ULL : (1ULL << left) - 1;
+}
+
+template <bool kSigned>
+NKV_INLINE __m512i load_codes(const uint8_t* p, __mmask64 mask) {
+  const __m512i x = _mm512_maskz_loadu_epi8(mask, p);
+  return kSigned ? _mm512_xor_si512(x, _mm512_set1_epi8(static_cast<char>(0x80))) : x;  // c + 128 is unsigned
+}
+
+template <bool kSigned>
+NKV_INLINE __m512i load_two(const uint8_t* low, const uint8_t* high, __mmask32 mask) {
+  const __m512i x = _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_maskz_loadu_epi8(mask, low)),
+                                       _mm256_maskz_loadu_epi8(mask, high), 1);
+  return kSigned ? _mm512_xor_si512(x, _mm512_set1_epi8(static_cast<char>(0x80))) : x;
+}
+
+NKV_INLINE void transpose4(const __m512i* r, __m512i* t) {  // 4x4 dwords inside each 128-bit lane
+  const __m512i a = _mm512_unpacklo_epi32(r[0], r[1]), b = _mm512_unpackhi_epi32(r[0], r[1]);
+  const __m512i c = _mm512_unpacklo_epi32(r[2], r[3]), d = _mm512_unpackhi_epi32(r[2], r[3]);
+  t[0] = _mm512_unpacklo_epi64(a, c);
+  t[1] = _mm512_unpackhi_epi64(a, c);
+  t[2] = _mm512_unpacklo_epi64(b, d);
+  t[3] = _mm512_unpackhi_epi64(b, d);
+}
+
+// 16 rows -> dst[dword j][lane = token]. Writes up to 15 vectors beyond the row's dwords.
+template <bool kSigned>
+NKV_INLINE void transpose_keys(const uint8_t* rows, int64_t stride, int64_t row_bytes, uint8_t* dst) {
+  const int64_t full = full_chunks(row_bytes);
+  for (int64_t chunk = 0; chunk < full; ++chunk) {
+    const __mmask64 mask = chunk_mask(row_bytes, chunk);
+    __m512i t[4][4];
+#pragma GCC unroll 4
+    for (int q = 0; q < 4; ++q) {
+      __m512i r[4];
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) r[i] = load_codes<kSigned>(rows + (4 * q + i) * stride + 64 * chunk, mask);
+      transpose4(r, t[q]);
+    }
+#pragma GCC unroll 4
+    for (int c = 0; c < 4; ++c) {
+      const __m512i a = _mm512_shuffle_i32x4(t[0][c], t[1][c], 0x44), b = _mm512_shuffle_i32x4(t[2][c], t[3][c], 0x44);
+      const __m512i d = _mm512_shuffle_i32x4(t[0][c], t[1][c], 0xEE), e = _mm512_shuffle_i32x4(t[2][c], t[3][c], 0xEE);
+      uint8_t* o = dst + (16 * chunk + c) * 64;
+      _mm512_store_si512(o, _mm512_shuffle_i32x4(a, b, 0x88));
+      _mm512_store_si512(o + 4 * 64, _mm512_shuffle_i32x4(a, b, 0xDD));
+      _mm512_store_si512(o + 8 * 64, _mm512_shuffle_i32x4(d, e, 0x88));
+      _mm512_store_si512(o + 12 * 64, _mm512_shuffle_i32x4(d, e, 0xDD));
+    }
+  }
+  if (half_chunk(row_bytes)) {  // two rows to a vector
+    const __mmask32 mask = static_cast<__mmask32>(chunk_mask(row_bytes, full));
+    __m512i t[2][4];
+#pragma GCC unroll 2
+    for (int q = 0; q < 2; ++q) {
+      __m512i r[4];
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i)
+        r[i] = load_two<kSigned>(rows + (8 * q + i) * stride + 64 * full, rows + (8 * q + 4 + i) * stride + 64 * full, mask);
+      transpose4(r, t[q]);
+    }
+#pragma GCC unroll 4
+    for (int c = 0; c < 4; ++c) {
+      uint8_t* o = dst + (16 * full + c) * 64;
+      _mm512_store_si512(o, _mm512_shuffle_i32x4(t[0][c], t[1][c], 0x88));
+      _mm512_store_si512(o + 4 * 64, _mm512_shuffle_i32x4(t[0][c], t[1][c], 0xDD));
+    }
+  }
+}
+
+NKV_INLINE void interleave4(const __m512i* r, __m512i* u) {  // byte k of four rows side by side
+  const __m512i a = _mm512_unpacklo_epi8(r[0], r[1]), b = _mm512_unpackhi_epi8(r[0], r[1]);
+  const __m512i c = _mm512_unpacklo_epi8(r[2], r[3]), d = _mm512_unpackhi_epi8(r[2], r[3]);
+  u[0] = _mm512_unpacklo_epi16(a, c);
+  u[1] = _mm512_unpackhi_epi16(a, c);
+  u[2] = _mm512_unpacklo_epi16(b, d);
+  u[3] = _mm512_unpackhi_epi16(b, d);
+}
+
+// 16 rows of the tile's token group -> dst[chunk][u][quad of tokens]: lane 4L + j of vector u holds byte 16L + 4u + j of
+// the chunk, once for each token of the quad. In a half chunk the upper lanes hold the same bytes of the next quad.
+template <bool kSigned>
+NKV_INLINE void interleave_values(const uint8_t* rows, int64_t stride, int64_t row_bytes, int64_t group, uint8_t* dst) {
+  const int64_t full = full_chunks(row_bytes);
+  for (int64_t chunk = 0; chunk < full; ++chunk) {
+    const __mmask64 mask = chunk_mask(row_bytes, chunk);
+#pragma GCC unroll 4
+    for (int q = 0; q < 4; ++q) {
+      __m512i r[4], u[4];
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) r[i] = load_codes<kSigned>(rows + (4 * q + i) * stride + 64 * chunk, mask);
+      interleave4(r, u);
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) _mm512_store_si512(dst + ((chunk * 4 + i) * kQuads + group * 4 + q) * 64, u[i]);
+    }
+  }
+  if (half_chunk(row_bytes)) {
+    const __mmask32 mask = static_cast<__mmask32>(chunk_mask(row_bytes, full));
+    uint8_t* base = dst + full * 4 * kQuads * 64;
+#pragma GCC unroll 2
+    for (int q = 0; q < 2; ++q) {
+      __m512i r[4], u[4];
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i)
+        r[i] = load_two<kSigned>(rows + (8 * q + i) * stride + 64 * full, rows + (8 * q + 4 + i) * stride + 64 * full, mask);
+      interleave4(r, u);
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) _mm512_store_si512(base + (i * (kQuads / 2) + group * 2 + q) * 64, u[i]);
+    }
+  }
+}
+
+struct KeyRow {  // a query: bytes for the dot products, and what turns sums into scores
+  const int32_t* operand;  // uint4: [dword][even high, even low, odd high, odd low]; int8: [dword][high, low]
+  int32_t center_high, center_low;  // twice the code's centre * sum of the operand's parts
+  float scale;  // half of the operand's step
+};
+
+NKV_INLINE __m512 combine(__m512i high, __m512i low, __m512i center_high, __m512i center_low, float scale) {
+  const __m512 h = _mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_slli_epi32(high, 1), center_high));
+  const __m512 l = _mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_slli_epi32(low, 1), center_low));
+  return _mm512_mul_ps(_mm512_fmadd_ps(h, _mm512_set1_ps(256.0f), l), _mm512_set1_ps(scale));
+}
+
+// scores[r][token] = operand_r . (code - centre), for `groups` groups of 16 tokens.
+template <int kRows, bool kNibbles>
+static void dot_keys(const uint8_t* keys, int64_t dwords, int64_t groups, const KeyRow* rows, float* scores) {
+  const __m512i nibble = _mm512_set1_epi8(15);
+  const int32_t* operand[kRows];
+  for (int r = 0; r < kRows; ++r) operand[r] = rows[r].operand;
+  for (int64_t g = 0; g < groups; g += 2) {  // the group after an odd count is scratch of the tile
+    const uint8_t* k0 = keys + g * dwords * 64;
+    const uint8_t* k1 = k0 + dwords * 64;
+    __m512i high[kRows][2], low[kRows][2];
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r) high[r][0] = high[r][1] = low[r][0] = low[r][1] = _mm512_setzero_si512();
+    for (int64_t j = 0; j < dwords; ++j) {
+      const __m512i x0 = _mm512_load_si512(k0 + j * 64), x1 = _mm512_load_si512(k1 + j * 64);
+      if (kNibbles) {
+        const __m512i e0 = _mm512_and_si512(x0, nibble), e1 = _mm512_and_si512(x1, nibble);
+        const __m512i o0 = _mm512_and_si512(_mm512_srli_epi16(x0, 4), nibble);
+        const __m512i o1 = _mm512_and_si512(_mm512_srli_epi16(x1, 4), nibble);
+#pragma GCC unroll 4
+        for (int r = 0; r < kRows; ++r) {
+          const int32_t* q = operand[r] + 4 * j;
+          const __m512i eh = _mm512_set1_epi32(q[0]), el = _mm512_set1_epi32(q[1]);
+          high[r][0] = _mm512_dpbusd_epi32(high[r][0], e0, eh);
+          high[r][1] = _mm512_dpbusd_epi32(high[r][1], e1, eh);
+          low[r][0] = _mm512_dpbusd_epi32(low[r][0], e0, el);
+          low[r][1] = _mm512_dpbusd_epi32(low[r][1], e1, el);
+          const __m512i oh = _mm512_set1_epi32(q[2]), ol = _mm512_set1_epi32(q[3]);
+          high[r][0] = _mm512_dpbusd_epi32(high[r][0], o0, oh);
+          high[r][1] = _mm512_dpbusd_epi32(high[r][1], o1, oh);
+          low[r][0] = _mm512_dpbusd_epi32(low[r][0], o0, ol);
+          low[r][1] = _mm512_dpbusd_epi32(low[r][1], o1, ol);
+        }
+      } else {
+#pragma GCC unroll 4
+        for (int r = 0; r < kRows; ++r) {
+          const int32_t* q = operand[r] + 2 * j;
+          const __m512i h = _mm512_set1_epi32(q[0]), l = _mm512_set1_epi32(q[1]);
+          high[r][0] = _mm512_dpbusd_epi32(high[r][0], x0, h);
+          high[r][1] = _mm512_dpbusd_epi32(high[r][1], x1, h);
+          low[r][0] = _mm512_dpbusd_epi32(low[r][0], x0, l);
+          low[r][1] = _mm512_dpbusd_epi32(low[r][1], x1, l);
+        }
+      }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r) {
+      const __m512i ch = _mm512_set1_epi32(rows[r].center_high), cl = _mm512_set1_epi32(rows[r].center_low);
+      _mm512_store_ps(scores + r * kTile + g * 16, combine(high[r][0], low[r][0], ch, cl, rows[r].scale));
+      _mm512_store_ps(scores + r * kTile + g * 16 + 16, combine(high[r][1], low[r][1], ch, cl, rows[r].scale));
+    }
+  }
+}
+
+struct ValueRow {  // a row of weights: bytes for the dot products, and where their sums go
+  const int32_t *high, *low;  // [quad of tokens], 4 signed bytes each
+  int32_t center_high, center_low;
+  float scale, decay;  // accumulator = accumulator * decay + scale * sum
+  float* accumulator;  // [chunk][u][even, odd][16 lanes], or without [even, odd] for 8-bit codes
+};
+
+// accumulator_r[channel] = accumulator_r[channel] * decay + sum over tokens of weight * (code - centre). kVectors vectors of
+// 64 bytes at once; kHalf: the upper lanes take the weights of the next quad.
+template <int kRows, int kVectors, bool kNibbles, bool kHalf>
+static void dot_values_chunk(const uint8_t* values, int64_t quads, const ValueRow* rows, int64_t offset) {
+  constexpr int kParts = kNibbles ? 2 : 1;
+  constexpr int64_t kSteps = kHalf ? kQuads / 2 : kQuads;
+  const int64_t steps = kHalf ? quads / 2 : quads;
+  const __m512i nibble = _mm512_set1_epi8(15);
+  for (int64_t u = 0; u < 4; u += kVectors) {
+    __m512i high[kRows][kVectors][kParts], low[kRows][kVectors][kParts];
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v)
+#pragma GCC unroll 2
+        for (int p = 0; p < kParts; ++p) high[r][v][p] = low[r][v][p] = _mm512_setzero_si512();
+    for (int64_t s = 0; s < steps; ++s) {
+      __m512i x[kVectors][kParts];
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) {
+        const __m512i bytes = _mm512_load_si512(values + ((u + v) * kSteps + s) * 64);
+        x[v][0] = kNibbles ? _mm512_and_si512(bytes, nibble) : bytes;
+        if (kNibbles) x[v][kParts - 1] = _mm512_and_si512(_mm512_srli_epi16(bytes, 4), nibble);
+      }
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; ++r) {
+        __m512i h, l;
+        if (kHalf) {
+          h = _mm512_mask_broadcastd_epi32(_mm512_set1_epi32(rows[r].high[2 * s]), 0xFF00, _mm_loadu_si32(rows[r].high + 2 * s + 1));
+          l = _mm512_mask_broadcastd_epi32(_mm512_set1_epi32(rows[r].low[2 * s]), 0xFF00, _mm_loadu_si32(rows[r].low + 2 * s + 1));
+        } else {
+          h = _mm512_set1_epi32(rows[r].high[s]);
+          l = _mm512_set1_epi32(rows[r].low[s]);
+        }
+#pragma GCC unroll 2
+        for (int v = 0; v < kVectors; ++v)
+#pragma GCC unroll 2
+          for (int p = 0; p < kParts; ++p) {
+            high[r][v][p] = _mm512_dpbusd_epi32(high[r][v][p], x[v][p], h);
+            low[r][v][p] = _mm512_dpbusd_epi32(low[r][v][p], x[v][p], l);
+          }
+      }
+    }
+    const __mmask16 lanes = kHalf ? 0x00FF : 0xFFFF;  // a half chunk adds its upper lanes to the lower: centre once
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r) {
+      const __m512i ch = _mm512_maskz_set1_epi32(lanes, rows[r].center_high);
+      const __m512i cl = _mm512_maskz_set1_epi32(lanes, rows[r].center_low);
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v)
+#pragma GCC unroll 2
+        for (int p = 0; p < kParts; ++p) {
+          float* a = rows[r].accumulator + offset + ((u + v) * kParts + p) * 16;
+          _mm512_store_ps(a, _mm512_fmadd_ps(_mm512_load_ps(a), _mm512_set1_ps(rows[r].decay),
+                                             combine(high[r][v][p], low[r][v][p], ch, cl, rows[r].scale)));
+        }
+    }
+  }
+}
+
+template <int kRows, bool kNibbles>
+static void dot_values(const uint8_t* values, int64_t row_bytes, int64_t quads, const ValueRow* rows) {
+  const int64_t full = full_chunks(row_bytes), width = kNibbles ? 128 : 64;
+  for (int64_t chunk = 0; chunk < full; ++chunk)
+    dot_values_chunk<kRows, 1, kNibbles, false>(values + chunk * 4 * kQuads * 64, quads, rows, chunk * width);
+  if (half_chunk(row_bytes))
+    dot_values_chunk<kRows, kRows == 4 ? 1 : 2, kNibbles, true>(values + full * 4 * kQuads * 64, quads, rows, full * width);
+}
+
+NKV_INLINE int64_t value_accumulator_size(int64_t row_bytes, bool nibbles) {
+  return (full_chunks(row_bytes) + half_chunk(row_bytes)) * (nibbles ? 128 : 64);
+}
+
+// values[d] += accumulator, in the order of the head's dimensions.
+static void gather_accumulator(const float* accumulator, int64_t row_bytes, bool nibbles, float* values) {
+  const int64_t full = full_chunks(row_bytes), parts = nibbles ? 2 : 1;
+  for (int64_t chunk = 0; chunk < full + half_chunk(row_bytes); ++chunk)
+    for (int64_t u = 0; u < 4; ++u)
+      for (int64_t p = 0; p < parts; ++p)
+        for (int64_t lane = 0; lane < 16; ++lane) {
+          const int64_t quarter = chunk == full ? (lane / 4) & 1 : lane / 4;
+          const int64_t byte = 64 * chunk + 16 * quarter + 4 * u + lane % 4;
+          if (byte < row_bytes) values[byte * parts + p] += accumulator[((chunk * 4 + u) * parts + p) * 16 + lane];
+        }
+}
+
+// Split x [n] into high * 256 + low signed bytes in steps of *step, |x| / *step <= 32639.
+NKV_INLINE float operand_step(float largest) { return largest > 0 ? largest / 32639.0f : 0.0f; }
+
+}  // namespace NKV_ISA
+}  // namespace nibblekv

@@ -1,0 +1,173 @@
+// The C entry points: choosing kernels for the machine, cutting a call into items, running them on threads.
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <new>
+#include <thread>
+#include <vector>
+
+#include "abi.h"
+
+namespace nibblekv {
+namespace {
+
+const Kernels* detect() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni"))
+    return &avx512_kernels;
+  if (avx2) return &avx2_kernels;
+#endif
+  return &generic_kernels;
+}
+
+const Kernels* kernels = detect();
+
+// GOMP_parallel of the OpenMP runtime that torch has loaded. A second pool of threads would fight with torch's, whose
+// workers spin for milliseconds after every operation: on two cores our worker then waits for a core.
+using ParallelFunction = void (*)(void (*)(void*), void*, unsigned, unsigned);
+ParallelFunction team = nullptr;
+
+template <typename F>
+void parallel_for(int64_t count, int64_t num_threads, const F& f) {
+  if (num_threads > count) num_threads = count;
+  if (num_threads <= 1) {
+    for (int64_t i = 0; i < count; ++i) f(i);
+    return;
+  }
+  struct Shared {
+    std::atomic<int64_t> next{0};
+    int64_t count;
+    const F* f;
+  } shared;
+  shared.count = count;
+  shared.f = &f;
+  auto worker = [](void* p) {
+    Shared& s = *static_cast<Shared*>(p);
+    for (int64_t i; (i = s.next.fetch_add(1, std::memory_order_relaxed)) < s.count;) (*s.f)(i);
+  };
+  if (team) {
+    team(worker, &shared, static_cast<unsigned>(num_threads), 0);
+    return;
+  }
+  std::vector<std::thread> threads;
+  for (int64_t i = 1; i < num_threads; ++i) threads.emplace_back(worker, &shared);
+  worker(&shared);
+  for (auto& t : threads) t.join();
+}
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+constexpr int64_t kInvariantSplit = 1024;  // tokens of a split where nothing but the sequence may decide
+constexpr int64_t kSmallestSplit = 512;  // below, loading the queries again costs more than a tenth
+constexpr int64_t kItemsPerThread = 4;  // items to balance by
+constexpr int64_t kWriteGrain = 64;  // rows: about 20 us
+
+struct Block {  // of rows of one (sequence, KV head)
+  int64_t seq, head, row0, rows, tokens;
+};
+
+void attention(const AttentionArgs& a) {
+  const Geometry& g = *a.geometry;
+  const int64_t group = a.num_query_heads / g.num_kv_heads;
+  std::vector<Block> blocks;
+  int64_t work = 0, most = 0;
+  for (int64_t seq = 0; seq < a.num_seqs; ++seq) {
+    const int64_t begin = load_index(a.query_start_loc, a.query_start_stride, a.query_start_is_64, seq);
+    const int64_t queries = load_index(a.query_start_loc, a.query_start_stride, a.query_start_is_64, seq + 1) - begin;
+    const int64_t seq_len = load_index(a.seq_lens, a.seq_lens_stride, a.seq_lens_are_64, seq);
+    const int64_t tokens = a.key || a.prefix_only ? seq_len - queries : seq_len;
+    const int64_t rows = queries * group;
+    // The last blocks of a causal sequence are the longest: start with them.
+    for (int64_t block = ceil_div(rows, kMaxRows) - 1; block >= 0; --block)
+      for (int64_t head = 0; head < g.num_kv_heads; ++head) {
+        const int64_t row0 = block * kMaxRows;
+        blocks.push_back({seq, head, row0, rows - row0 < kMaxRows ? rows - row0 : kMaxRows, tokens});
+        work += tokens;
+        if (tokens > most) most = tokens;
+      }
+  }
+  if (blocks.empty()) return;
+  int64_t split_size = ceil_div(most > 0 ? most : 1, kTile) * kTile;
+  if (a.batch_invariant) {
+    split_size = kInvariantSplit;
+  } else if (a.num_threads > 1 && static_cast<int64_t>(blocks.size()) < kItemsPerThread * a.num_threads) {
+    const int64_t wanted = ceil_div(ceil_div(work, kItemsPerThread * a.num_threads), kTile) * kTile;
+    split_size = wanted < kSmallestSplit ? kSmallestSplit : wanted;
+  }
+  const bool spread = a.num_threads > 1 && static_cast<int64_t>(blocks.size()) < kItemsPerThread * a.num_threads;
+  std::vector<Item> items, merges;
+  int64_t slots = 0;
+  for (const Block& b : blocks) {
+    const int64_t splits = b.tokens > 0 ? ceil_div(b.tokens, split_size) : 1;
+    if (spread && splits > 1) {
+      for (int64_t s = 0; s < splits; ++s) items.push_back({b.seq, b.head, b.row0, b.rows, s, s + 1, splits, slots + s * b.rows});
+      merges.push_back({b.seq, b.head, b.row0, b.rows, 0, splits, splits, slots});
+      slots += splits * b.rows;
+    } else {
+      items.push_back({b.seq, b.head, b.row0, b.rows, 0, splits, splits, -1});
+    }
+  }
+  const int64_t width = kMaxHeadSize * (a.key && !a.prefix_only ? 2 : 1);
+  std::unique_ptr<Partial[]> partials(slots ? new Partial[slots] : nullptr);
+  std::unique_ptr<float[]> accumulators(slots ? new float[slots * width] : nullptr);
+  const Plan plan{&a, split_size, partials.get(), accumulators.get(), width};
+  parallel_for(items.size(), a.num_threads, [&](int64_t i) { kernels->attend(plan, items[i]); });
+  parallel_for(merges.size(), a.num_threads, [&](int64_t i) { kernels->merge(plan, merges[i]); });
+}
+
+}  // namespace
+}  // namespace nibblekv
+
+using namespace nibblekv;
+
+extern "C" {
+
+// Returns 0, or 1 if memory ran out.
+__attribute__((visibility("default"))) int nibblekv_attention(const void* args) {
+  try {
+    attention(*static_cast<const AttentionArgs*>(args));
+  } catch (const std::bad_alloc&) {
+    return 1;
+  }
+  return 0;
+}
+
+__attribute__((visibility("default"))) void nibblekv_write(const void* args) {
+  const WriteArgs& a = *static_cast<const WriteArgs*>(args);
+  const int64_t rows = a.num_tokens * a.geometry->num_kv_heads;
+  parallel_for(ceil_div(rows, kWriteGrain), a.num_threads, [&](int64_t i) {
+    kernels->write(a, i * kWriteGrain, (i + 1) * kWriteGrain < rows ? (i + 1) * kWriteGrain : rows);
+  });
+}
+
+__attribute__((visibility("default"))) void nibblekv_set_team(void* function) {
+  team = reinterpret_cast<ParallelFunction>(function);
+}
+
+__attribute__((visibility("default"))) const char* nibblekv_instruction_set() { return kernels->name; }
+
+// Uses the kernels of that name from now on; returns whether this machine can run them. "" means the best.
+__attribute__((visibility("default"))) int nibblekv_use_instruction_set(const char* name) {
+  const Kernels* best = detect();
+  if (!*name) {
+    kernels = best;
+    return 1;
+  }
+  for (const Kernels* k : {
+#if defined(__x86_64__)
+           &avx512_kernels, &avx2_kernels,
+#endif
+           &generic_kernels}) {
+    if (k == best) best = nullptr;  // this one and those after it run here
+    if (!best && !strcmp(k->name, name)) {
+      kernels = k;
+      return 1;
+    }
+  }
+  return 0;
+}
+}

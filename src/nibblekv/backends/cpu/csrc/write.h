@@ -1,0 +1,116 @@
+// Quantizing rows into their slots: the formulas of nibblekv/formats.py in the same order of float32 operations.
+#pragma once
+
+namespace nibblekv {
+namespace NKV_ISA {
+
+constexpr float kScaleFloor = 0x1p-100f;
+
+NKV_INLINE float round_bfloat16(float x, bool up) {
+  const uint32_t u = bits_of(x);
+  uint32_t t = u & 0xFFFF0000u;
+  if ((u & 0xFFFFu) && (up ? x > 0 : x < 0)) t += 0x10000u;
+  return float_of(t);
+}
+
+NKV_INLINE bool finite(float x) { return (bits_of(x) & 0x7F800000u) != 0x7F800000u; }
+
+static void encode_row(const Side& side, const float* y, uint8_t* codes, uint32_t* word) {
+  const int64_t n = side.head_size;
+  v8 low = load8(y), high = low, check = low * 0.0f;
+  for (int64_t i = 8; i < n; i += 8) {
+    const v8 x = load8(y + i);
+    const i8x less = x < low, more = x > high;
+    low = (v8)((less & (i8x)x) | (~less & (i8x)low));
+    high = (v8)((more & (i8x)x) | (~more & (i8x)high));
+    check += x * 0.0f;  // NaN where x is NaN or Inf
+  }
+  float lo = low[0], hi = high[0], zeros = check[0];
+  for (int i = 1; i < 8; ++i) {
+    lo = low[i] < lo ? low[i] : lo;
+    hi = high[i] > hi ? high[i] : hi;
+    zeros += check[i];
+  }
+  alignas(64) int32_t c[kMaxHeadSize];
+  float scale;
+  uint32_t bits, nan_word = 0x7FC00000u;
+  if (side.word == kScaleMin) {
+    nan_word = 0x7FC07FC0u;
+    const float bias = round_bfloat16(lo, false);
+    scale = round_bfloat16((hi - bias) / 15.0f, true);
+    if (scale < kScaleFloor) scale = 0;
+    const float inverse = scale > 0 ? 1.0f / scale : 0.0f;
+    for (int64_t i = 0; i < n; i += 8) {
+      const v8 x = (load8(y + i) - bias) * inverse + 0.5f;
+      *reinterpret_cast<i8x*>(c + i) = __builtin_convertvector(x, i8x);
+    }
+    bits = bits_of(scale) | (bits_of(bias) >> 16);
+  } else if (side.word == kScaleZero) {
+    lo = lo < 0 ? lo : 0;
+    hi = hi > 0 ? hi : 0;
+    scale = (hi - lo) / 15.0f;
+    if (scale < kScaleFloor) scale = kScaleFloor;
+    const int32_t rounded = finite(scale) ? static_cast<int32_t>(-lo / scale + 0.5f) : 0;
+    const int32_t zero = rounded > 15 ? 15 : rounded;
+    const float inverse = 1.0f / scale;
+    for (int64_t i = 0; i < n; i += 8) {
+      const v8 x = load8(y + i) * inverse + static_cast<float>(zero) + 0.5f;
+      *reinterpret_cast<i8x*>(c + i) = __builtin_convertvector(x, i8x);
+    }
+    bits = (bits_of(scale) & ~15u) | static_cast<uint32_t>(zero);
+  } else {
+    scale = (hi > -lo ? hi : -lo) / (side.code == kInt8 ? 127.0f : 448.0f);
+    if (scale < kScaleFloor) scale = kScaleFloor;
+    bits = bits_of(scale);
+  }
+  if (zeros != 0 || zeros != zeros || !finite(scale) || !finite(hi - lo)) {
+    memset(codes, 0, side.row_bytes);
+    *word = nan_word;
+    return;
+  }
+  *word = bits;
+  if (side.code == kUint4) {
+    for (int64_t i = 0; i < n; ++i) c[i] = c[i] < 0 ? 0 : c[i] > 15 ? 15 : c[i];
+    for (int64_t j = 0; j < n / 2; ++j) codes[j] = static_cast<uint8_t>(c[2 * j] | (c[2 * j + 1] << 4));
+    return;
+  }
+  const float inverse = 1.0f / scale;
+  if (side.code == kInt8) {
+    for (int64_t i = 0; i < n; ++i) {
+      const float x = y[i] * inverse;
+      const int32_t q = static_cast<int32_t>(x + float_of(0x3F000000u | (bits_of(x) & 0x80000000u)));
+      codes[i] = static_cast<uint8_t>(static_cast<int8_t>(q < -128 ? -128 : q > 127 ? 127 : q));
+    }
+  } else {
+    for (int64_t i = 0; i < n; ++i) {
+      const float x = y[i] * inverse;
+      codes[i] = to_float8(x > 448.0f ? 448.0f : x < -448.0f ? -448.0f : x);
+    }
+  }
+}
+
+NKV_INLINE void write_side(const WriteArgs& a, const Side& side, const uint8_t* row, int64_t block, int64_t slot, int64_t head) {
+  alignas(64) float y[kMaxHeadSize];
+  load_row(a.dtype, row, side.head_size, y);
+  rotate_row(*side.rotation, y);
+  uint8_t* codes = a.kv_cache + side.codes_offset + block * side.block_stride + slot * side.slot_stride + head * side.head_stride;
+  uint8_t* word = a.kv_cache + side.words_offset + block * side.word_block_stride + slot * side.word_slot_stride +
+                  head * side.word_head_stride;
+  encode_row(side, y, codes, reinterpret_cast<uint32_t*>(word));
+}
+
+// Rows [begin, end) of tokens x heads.
+static void write_rows(const WriteArgs& a, int64_t begin, int64_t end) {
+  const Geometry& g = *a.geometry;
+  for (int64_t i = begin; i < end; ++i) {
+    const int64_t token = i / g.num_kv_heads, head = i % g.num_kv_heads;
+    const int64_t slot = load_index(a.slot_mapping, a.slot_stride, a.slots_are_64, token);
+    if (slot < 0) continue;
+    const int64_t block = slot / g.block_size, row = slot % g.block_size;
+    write_side(a, g.k, a.key + token * a.key_token_stride + head * a.key_head_stride, block, row, head);
+    write_side(a, g.v, a.value + token * a.value_token_stride + head * a.value_head_stride, block, row, head);
+  }
+}
+
+}  // namespace NKV_ISA
+}  // namespace nibblekv

@@ -1,0 +1,441 @@
+"""A paged cache: pages of packed keys and values, who owns them, and how long each sequence is.
+
+A page is `block_size` consecutive tokens of one sequence, at one index in every layer's kv_cache tensor, so that one
+block table serves all layers. Pages are counted: sequences that share a prefix share its pages, and a shared page that
+is not yet full is copied when one of its owners writes to it. Stored bytes are never written twice.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from nibblekv import ops
+from nibblekv.layout import KVCacheLayout
+
+__all__ = ["CacheFullError", "CacheStep", "PagedKVCache"]
+
+# A pool without a fixed size grows by an eighth: a copy of the pool is then rarer than one in `tokens / 8` steps, and at
+# most an eighth is idle.
+GROWTH_DIVISOR = 8
+MIN_GROWTH = 8
+MAX_SLOTS = 2**31 - 1
+
+
+class CacheFullError(RuntimeError):
+    """A pool of fixed size has too few free pages; nothing was changed."""
+
+
+@dataclass(frozen=True)
+class CacheStep:
+    """What one call on some sequences needs: where their new tokens go and what their queries see.
+
+    Valid until the cache's next change: block_table may be a view of the cache's own table.
+
+
+    seq_ids, num_tokens: the sequences, and how many tokens (queries) each has in this step.
+    slot_mapping: [sum(num_tokens)] int32, the slot of each new token.
+    block_table: [num_seqs, max_blocks] int32, seq_lens: [num_seqs] int32 (new tokens included), query_start_loc:
+        [num_seqs + 1] int32.
+    max_query_len, max_seq_len: on the host, so that a GPU call reads nothing back.
+    """
+
+    seq_ids: tuple[int, ...]
+    num_tokens: tuple[int, ...]
+    slot_mapping: torch.Tensor
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+    query_start_loc: torch.Tensor
+    max_query_len: int
+    max_seq_len: int
+
+
+@dataclass
+class _Sequence:
+    row: int  # in the block table
+    length: int = 0
+    blocks: list[int] = field(default_factory=list)  # ceil(length / block_size) pages
+
+
+class PagedKVCache:
+    """Pages of one or more layers, allocated to sequences.
+
+    A step is `extend` (room for new tokens: all of it, or an error and no change), then per layer `write` and `attend`.
+    `append` does the first two for callers with one layer or with all layers' tensors at hand.
+    """
+
+    def __init__(
+        self,
+        layouts: KVCacheLayout | Sequence[KVCacheLayout],
+        *,
+        num_blocks: int | None = None,
+        device: torch.device | str = "cpu",
+        backend: str = "auto",
+    ) -> None:
+        """Create an empty cache.
+
+        Args:
+            layouts: one per layer; formats, heads and head sizes may differ, block_size may not.
+            num_blocks: pages of the pool, allocated now; None: the pool grows on demand.
+            device: of the pages.
+            backend: see `nibblekv.backends.select_backend`.
+
+        Raises:
+            ValueError: no layout, different block sizes, num_blocks below 1 or beyond 2**31 slots.
+        """
+        layouts = [layouts] if isinstance(layouts, KVCacheLayout) else list(layouts)
+        if not layouts:
+            raise ValueError("layouts: expected at least one, got none")
+        if num_blocks is not None and num_blocks < 1:
+            raise ValueError(f"num_blocks: expected at least 1 or None, got {num_blocks}")
+        self.block_size = layouts[0].block_size
+        self.device = torch.device(device)
+        self.backend = backend
+        self.layouts: list[KVCacheLayout] = []
+        self.kv_caches: list[torch.Tensor] = []
+        self.growable = num_blocks is None
+        self.num_blocks = MIN_GROWTH if num_blocks is None else num_blocks
+        self._check_slots(self.num_blocks)
+        self._references = [0] * self.num_blocks
+        self._free_blocks = list(range(self.num_blocks - 1, -1, -1))
+        self._sequences: dict[int, _Sequence] = {}
+        self._next_id = 0
+        self._free_rows: list[int] = []
+        self._block_table = torch.zeros(0, 4, dtype=torch.int32, device=self.device)
+        for layout in layouts:
+            self.add_layer(layout)
+
+    def add_layer(self, layout: KVCacheLayout) -> int:
+        """Add a layer that shares the block tables, with zeroed pages; return its index."""
+        if layout.block_size != self.block_size:
+            raise ValueError(f"layout: expected block_size {self.block_size}, got {layout.block_size}")
+        self.kv_caches.append(layout.allocate(self.num_blocks, self.device))
+        self.layouts.append(layout)
+        return len(self.layouts) - 1
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all layers' pages, free ones included."""
+        return self.num_blocks * sum(layout.page_bytes for layout in self.layouts)
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Pages that no sequence owns."""
+        return len(self._free_blocks)
+
+    @property
+    def seq_ids(self) -> tuple[int, ...]:
+        """The sequences, oldest first."""
+        return tuple(self._sequences)
+
+    def length(self, seq_id: int) -> int:
+        """Tokens of a sequence."""
+        return self._lookup((seq_id,))[0].length
+
+    def blocks(self, seq_id: int) -> tuple[int, ...]:
+        """The pages of a sequence, in order."""
+        return tuple(self._lookup((seq_id,))[0].blocks)
+
+    def add_sequences(self, count: int = 1) -> list[int]:
+        """Create empty sequences and return their ids, which are never used again."""
+        if count < 1:
+            raise ValueError(f"count: expected at least 1, got {count}")
+        added = []
+        for _ in range(count):
+            self._sequences[self._next_id] = _Sequence(self._take_row())
+            added.append(self._next_id)
+            self._next_id += 1
+        return added
+
+    def fork(self, seq_ids: Sequence[int]) -> list[int]:
+        """Create one copy per entry (an id may repeat) that shares all pages; return the new ids. Copies no page."""
+        parents = self._lookup(seq_ids)
+        children = self.add_sequences(len(parents)) if parents else []
+        for parent, child_id in zip(parents, children, strict=True):
+            child = self._sequences[child_id]
+            child.length, child.blocks = parent.length, parent.blocks.copy()
+            for block in parent.blocks:
+                self._references[block] += 1
+        if parents:
+            rows = [self._sequences[child].row for child in children]
+            self._block_table[rows] = self._block_table[[parent.row for parent in parents]]
+        return children
+
+    def free(self, seq_ids: Iterable[int]) -> None:
+        """Forget sequences; pages that nobody else shares become free."""
+        seq_ids = tuple(seq_ids)
+        for seq_id, sequence in zip(seq_ids, self._lookup(seq_ids, distinct=True), strict=True):
+            self._release(sequence, 0)
+            heapq.heappush(self._free_rows, sequence.row)
+            del self._sequences[seq_id]
+
+    def crop(self, seq_id: int, length: int) -> None:
+        """Shorten a sequence to its first `length` tokens."""
+        sequence = self._lookup((seq_id,))[0]
+        if not 0 <= length <= sequence.length:
+            raise ValueError(f"length: expected 0 to {sequence.length}, got {length}")
+        self._release(sequence, -(-length // self.block_size))
+        sequence.length = length
+
+    def extend(self, seq_ids: Sequence[int], num_tokens: int | Sequence[int] = 1) -> CacheStep:
+        """Make room for new tokens and return the step that writes them. All sequences are extended, or none.
+
+        Args:
+            seq_ids: distinct sequences.
+            num_tokens: new tokens of each, or of every one.
+
+        Raises:
+            CacheFullError: a fixed pool has too few free pages; nothing was changed.
+            ValueError: unknown or repeated ids, negative counts.
+        """
+        sequences = self._lookup(seq_ids, distinct=True)
+        counts = self._counts(num_tokens, len(sequences))
+        self._reserve(sequences, counts)
+        copies: list[tuple[int, int]] = []
+        for sequence, count in zip(sequences, counts, strict=True):
+            self._extend_one(sequence, count, copies)
+        if copies:
+            source, target = ([pair[i] for pair in copies] for i in (0, 1))
+            for kv_cache in self.kv_caches:
+                kv_cache[target] = kv_cache[source]
+        return self._make_step(seq_ids, sequences, counts)
+
+    def cancel(self, step: CacheStep) -> None:
+        """Take back the newest `extend` of these sequences, for a caller that could not write."""
+        for seq_id, count in zip(step.seq_ids, step.num_tokens, strict=True):
+            self.crop(seq_id, self.length(seq_id) - count)
+
+    def view(self, seq_ids: Sequence[int], num_tokens: int | Sequence[int] = 1) -> CacheStep:
+        """Return the step whose queries are the last stored tokens of each sequence; changes nothing."""
+        sequences = self._lookup(seq_ids)
+        counts = self._counts(num_tokens, len(sequences))
+        for seq_id, sequence, count in zip(seq_ids, sequences, counts, strict=True):
+            if count > sequence.length:
+                raise ValueError(f"num_tokens: expected at most {sequence.length} for sequence {seq_id}, got {count}")
+        return self._make_step(seq_ids, sequences, counts)
+
+    def write(self, step: CacheStep, key: torch.Tensor, value: torch.Tensor, layer: int = 0) -> None:
+        """Quantize one layer's new tokens into their slots.
+
+        Args:
+            step: from `extend`.
+            key: [sum(num_tokens), num_kv_heads, head_size]; value: [.., head_size_v]; see `nibblekv.reshape_and_cache`.
+        """
+        ops.reshape_and_cache(
+            key, value, self.kv_caches[layer], step.slot_mapping, self.layouts[layer], backend=self.backend
+        )
+
+    def append(
+        self,
+        seq_ids: Sequence[int],
+        key: torch.Tensor | Sequence[torch.Tensor],
+        value: torch.Tensor | Sequence[torch.Tensor],
+        num_tokens: int | Sequence[int] = 1,
+    ) -> CacheStep:
+        """Extend sequences and write the new tokens of every layer; on an error the sequences are as before.
+
+        Args:
+            key, value: as in `write`; a list with one tensor per layer where there are several.
+        """
+        keys = [key] if isinstance(key, torch.Tensor) else list(key)
+        values = [value] if isinstance(value, torch.Tensor) else list(value)
+        for name, tensors in (("key", keys), ("value", values)):
+            if len(tensors) != len(self.layouts):
+                raise ValueError(f"{name}: expected one tensor per layer, {len(self.layouts)}, got {len(tensors)}")
+        step = self.extend(seq_ids, num_tokens)
+        try:
+            for layer, (layer_key, layer_value) in enumerate(zip(keys, values, strict=True)):
+                self.write(step, layer_key, layer_value, layer)
+        except BaseException:
+            self.cancel(step)
+            raise
+        return step
+
+    def attend(
+        self,
+        step: CacheStep,
+        query: torch.Tensor,
+        layer: int = 0,
+        *,
+        key: torch.Tensor | None = None,
+        value: torch.Tensor | None = None,
+        **options: Any,
+    ) -> Any:
+        """Attend a step's queries to their sequences in one layer.
+
+        Args:
+            query: [sum(num_tokens), num_query_heads, head_size].
+            key, value: the step's raw keys and values, attended in place of their stored form; left out, only stored
+                bytes are read.
+            options: `softmax_scale`, `out`, `return_lse` and the fields of `AttentionOptions`.
+
+        Returns:
+            As `nibblekv.paged_attention`.
+        """
+        return ops.paged_attention(
+            query,
+            self.kv_caches[layer],
+            step.block_table,
+            step.seq_lens,
+            step.query_start_loc,
+            self.layouts[layer],
+            key=key,
+            value=value,
+            max_query_len=step.max_query_len,
+            max_seq_len=step.max_seq_len,
+            backend=self.backend,
+            **options,
+        )
+
+    def gather(self, seq_id: int, layer: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what a layer stores of a sequence as float32: key [length, num_kv_heads, head_size] and value."""
+        sequence = self._lookup((seq_id,))[0]
+        table = self._block_table[sequence.row]
+        return ops.gather_and_dequantize(self.kv_caches[layer], table, sequence.length, self.layouts[layer])
+
+    def _lookup(self, seq_ids: Sequence[int], distinct: bool = False) -> list[_Sequence]:
+        try:
+            sequences = [self._sequences[seq_id] for seq_id in seq_ids]
+        except KeyError as error:
+            raise ValueError(f"seq_ids: expected sequences of this cache, got {error.args[0]}") from None
+        if distinct and len(set(seq_ids)) != len(seq_ids):
+            raise ValueError(f"seq_ids: expected each sequence once, got {list(seq_ids)}")
+        return sequences
+
+    @staticmethod
+    def _counts(num_tokens: int | Sequence[int], num_seqs: int) -> tuple[int, ...]:
+        counts = (num_tokens,) * num_seqs if isinstance(num_tokens, int) else tuple(num_tokens)
+        if len(counts) != num_seqs or any(count < 0 for count in counts):
+            raise ValueError(f"num_tokens: expected {num_seqs} counts of 0 or more, got {list(counts)}")
+        return counts
+
+    def _reserve(self, sequences: list[_Sequence], counts: tuple[int, ...]) -> None:
+        """Grow, or raise CacheFullError, unless the pages that this step takes are free."""
+        need = 0
+        writers: dict[int, int] = {}  # of a shared page that is not full
+        for sequence, count in zip(sequences, counts, strict=True):
+            if count:
+                need += -(-(sequence.length + count) // self.block_size) - len(sequence.blocks)
+                if sequence.length % self.block_size:
+                    last = sequence.blocks[-1]
+                    if self._references[last] > 1:
+                        writers[last] = writers.get(last, 0) + 1
+        # The last owner of a page may keep it.
+        need += sum(min(count, self._references[block] - 1) for block, count in writers.items())
+        missing = need - len(self._free_blocks)
+        if missing > 0:
+            if not self.growable:
+                raise CacheFullError(
+                    f"the cache is full: expected {need} free pages of {self.block_size} tokens, got "
+                    f"{len(self._free_blocks)} of {self.num_blocks}; free or crop sequences, or create it with more pages"
+                )
+            self._grow(max(missing, self.num_blocks // GROWTH_DIVISOR, MIN_GROWTH))
+
+    def _grow(self, extra: int) -> None:
+        num_blocks = self.num_blocks + extra
+        self._check_slots(num_blocks)
+        for layer, layout in enumerate(self.layouts):
+            grown = layout.allocate(num_blocks, self.device)
+            grown[: self.num_blocks] = self.kv_caches[layer][: self.num_blocks]
+            self.kv_caches[layer] = grown
+        self._free_blocks[:0] = range(num_blocks - 1, self.num_blocks - 1, -1)
+        self._references.extend([0] * extra)
+        self.num_blocks = num_blocks
+
+    def _check_slots(self, num_blocks: int) -> None:
+        if num_blocks * self.block_size > MAX_SLOTS:
+            raise ValueError(f"num_blocks: expected at most {MAX_SLOTS // self.block_size}, got {num_blocks}")
+
+    def _extend_one(self, sequence: _Sequence, count: int, copies: list[tuple[int, int]]) -> None:
+        """Take the pages of one sequence's new tokens; they are free, `_reserve` saw to it."""
+        if not count:
+            return
+        first = len(sequence.blocks)
+        if sequence.length % self.block_size:
+            last = sequence.blocks[-1]
+            if self._references[last] > 1:
+                self._references[last] -= 1
+                first -= 1
+                sequence.blocks[first] = self._take_block()
+                copies.append((last, sequence.blocks[first]))
+        sequence.length += count
+        while len(sequence.blocks) * self.block_size < sequence.length:
+            sequence.blocks.append(self._take_block())
+        if first < len(sequence.blocks):
+            self._fill_row(sequence, first)
+
+    def _take_block(self) -> int:
+        block = self._free_blocks.pop()
+        self._references[block] = 1
+        return block
+
+    def _release(self, sequence: _Sequence, keep: int) -> None:
+        for block in reversed(sequence.blocks[keep:]):
+            self._references[block] -= 1
+            if not self._references[block]:
+                self._free_blocks.append(block)
+        del sequence.blocks[keep:]
+
+    def _take_row(self) -> int:
+        if not self._free_rows:
+            rows, width = self._block_table.shape
+            grown = torch.zeros(max(2 * rows, 4), width, dtype=torch.int32, device=self.device)
+            grown[:rows] = self._block_table
+            self._block_table = grown
+            self._free_rows = list(range(rows, grown.shape[0]))
+        return heapq.heappop(self._free_rows)
+
+    def _fill_row(self, sequence: _Sequence, first: int) -> None:
+        rows, width = self._block_table.shape
+        if len(sequence.blocks) > width:
+            grown = torch.zeros(rows, max(2 * width, len(sequence.blocks)), dtype=torch.int32, device=self.device)
+            grown[:, :width] = self._block_table
+            self._block_table = grown
+        new = torch.tensor(sequence.blocks[first:], dtype=torch.int32)
+        self._block_table[sequence.row, first : len(sequence.blocks)] = new
+
+    def _make_step(self, seq_ids: Sequence[int], sequences: list[_Sequence], counts: tuple[int, ...]) -> CacheStep:
+        lengths = [sequence.length for sequence in sequences]
+        starts = [0]
+        for count in counts:
+            starts.append(starts[-1] + count)
+        # One host tensor, so one copy to the device: lengths, starts, slots.
+        num_seqs = len(lengths)
+        if max(counts, default=0) <= 1:
+            size = self.block_size
+            slots = [
+                s.blocks[-1] * size + (s.length - 1) % size for s, count in zip(sequences, counts, strict=True) if count
+            ]
+            meta = torch.tensor(lengths + starts + slots, dtype=torch.int32)
+        else:
+            meta = torch.tensor(lengths + starts, dtype=torch.int32)
+            meta = torch.cat((meta, *(self._slots(s, count) for s, count in zip(sequences, counts, strict=True))))
+        meta = meta.to(self.device)
+        return CacheStep(
+            tuple(seq_ids),
+            counts,
+            meta[2 * num_seqs + 1 :],
+            self._table(sequences),
+            meta[:num_seqs],
+            meta[num_seqs : 2 * num_seqs + 1],
+            max(counts, default=0),
+            max(lengths, default=0),
+        )
+
+    def _slots(self, sequence: _Sequence, count: int) -> torch.Tensor:
+        """Slots of the last `count` tokens, [count] int32."""
+        begin = sequence.length - count
+        first = begin // self.block_size
+        pages = torch.tensor(sequence.blocks[first:], dtype=torch.int32)
+        slots = (pages * self.block_size)[:, None] + torch.arange(self.block_size, dtype=torch.int32)
+        return slots.flatten()[begin - first * self.block_size :][:count]
+
+    def _table(self, sequences: list[_Sequence]) -> torch.Tensor:
+        rows = [sequence.row for sequence in sequences]
+        if rows and rows == list(range(rows[0], rows[0] + len(rows))):
+            return self._block_table[rows[0] : rows[0] + len(rows)]
+        return self._block_table[rows]

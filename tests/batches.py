@@ -1,0 +1,116 @@
+"""Small batches of sequences in a cache whose every other byte is poison, and a search for the backends that are here."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+
+import torch
+
+from nibblekv import AttentionOptions, KVCacheLayout, gather_and_dequantize, paged_attention, reshape_and_cache
+from nibblekv.backends import BACKENDS, get_backend
+
+POISON = 0xFF  # code 15 or NaN, and a scale word that is NaN
+
+
+def usable_backends() -> list[str]:
+    """Return the backends that are part of this installation and run on this machine's CPU tensors."""
+    found = [name for name, (module, _) in BACKENDS.items() if importlib.util.find_spec(module) is not None]
+    return [name for name in found if get_backend(name).unavailable_reason() is None and _serves_cpu(name)]
+
+
+def _serves_cpu(name: str) -> bool:
+    layout = KVCacheLayout.create("int4", num_kv_heads=1, head_size=64)
+    return get_backend(name).supports(layout, AttentionOptions(softmax_scale=1.0), torch.device("cpu")) is None
+
+
+@dataclass
+class Batch:
+    """Sequences in pages, and the queries that attend to them."""
+
+    layout: KVCacheLayout
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    kv_cache: torch.Tensor
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+    query_start_loc: torch.Tensor
+    stored_key: list[torch.Tensor]
+    stored_value: list[torch.Tensor]
+
+    @classmethod
+    def make(
+        cls,
+        layout: KVCacheLayout,
+        seq_lens: list[int],
+        query_lens: list[int],
+        num_query_heads: int,
+        *,
+        dtype: torch.dtype = torch.float32,
+        seed: int = 0,
+        magnitude: float = 1.0,
+    ) -> Batch:
+        """Fill a poisoned cache with random rows, in pages of a random order. Unused table entries name no page."""
+        gen = torch.Generator().manual_seed(seed)
+
+        def rows(n: int, heads: int, head_size: int) -> torch.Tensor:
+            return (torch.randn(n, heads, head_size, generator=gen) * magnitude).to(dtype)
+
+        needed = [-(-n // layout.block_size) for n in seq_lens]
+        num_blocks = sum(needed) + 2
+        pages = torch.randperm(num_blocks, generator=gen).tolist()
+        kv_cache = layout.allocate(num_blocks)
+        kv_cache.fill_(POISON)
+        block_table = torch.full((len(seq_lens), max(needed) + 1), 2**30, dtype=torch.int32)
+        stored_key, stored_value = [], []
+        for b, length in enumerate(seq_lens):
+            own = torch.tensor([pages.pop() for _ in range(needed[b])], dtype=torch.int32)
+            block_table[b, : needed[b]] = own
+            position = torch.arange(length)
+            slots = own.long()[position // layout.block_size] * layout.block_size + position % layout.block_size
+            stored_key.append(rows(length, layout.num_kv_heads, layout.head_size))
+            stored_value.append(rows(length, layout.num_kv_heads, layout.head_size_v))
+            reshape_and_cache(stored_key[b], stored_value[b], kv_cache, slots, layout, backend="reference")
+        starts = torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32)
+        own = [(k[len(k) - n :], v[len(v) - n :]) for k, v, n in zip(stored_key, stored_value, query_lens, strict=True)]
+        return cls(
+            layout,
+            rows(int(starts[-1]), num_query_heads, layout.head_size),
+            torch.cat([k for k, _ in own]),
+            torch.cat([v for _, v in own]),
+            kv_cache,
+            block_table,
+            torch.tensor(seq_lens, dtype=torch.int32),
+            starts,
+            stored_key,
+            stored_value,
+        )
+
+    def attend(self, **options: object) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Call `paged_attention` on the batch, into an output that is NaN wherever nothing is written."""
+        if "out" not in options and options.get("output_scale") is None:
+            shape = (*self.query.shape[:2], self.layout.head_size_v)
+            options["out"] = torch.full(shape, torch.nan, dtype=self.query.dtype)
+        return paged_attention(
+            self.query,
+            self.kv_cache,
+            self.block_table,
+            self.seq_lens,
+            self.query_start_loc,
+            self.layout,
+            **{"backend": "reference", **options},  # type: ignore[arg-type]
+        )
+
+    def dequantized(self, raw_chunk: bool = False) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return (key, value) of each sequence as stored, its queries' own rows raw if asked."""
+        rows = []
+        for b, length in enumerate(self.seq_lens.tolist()):
+            key, value = gather_and_dequantize(self.kv_cache, self.block_table[b], length, self.layout)
+            begin, end = self.query_start_loc[b : b + 2].tolist()
+            if raw_chunk:
+                context = length - (end - begin)
+                key = torch.cat((key[:context], self.key[begin:end].float()))
+                value = torch.cat((value[:context], self.value[begin:end].float()))
+            rows.append((key, value))
+        return rows

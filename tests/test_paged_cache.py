@@ -1,0 +1,288 @@
+"""PagedKVCache against a dictionary of tensors: whatever is appended, forked, cropped or freed, a sequence reads its own."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from nibblekv import KVCacheLayout, dequantize, quantize
+from nibblekv.cache import CacheFullError, PagedKVCache
+
+POISON = 0xFF
+HEADS = 2
+FORMATS = ("int8_per_token_head", "fp8_per_token_head")  # no rotation: what is read back is exact, row by row
+
+
+def layouts(block_size=16):
+    first = KVCacheLayout.create(FORMATS[0], num_kv_heads=HEADS, head_size=32, block_size=block_size)
+    second = KVCacheLayout.create(FORMATS[1], num_kv_heads=1, head_size=40, head_size_v=64, block_size=block_size)
+    return [first, second]
+
+
+def make(num_blocks=None, block_size=16):
+    return PagedKVCache(layouts(block_size), num_blocks=num_blocks, backend="reference")
+
+
+def rows(layout, count, generator):
+    key = torch.randn(count, layout.num_kv_heads, layout.head_size, generator=generator)
+    value = torch.randn(count, layout.num_kv_heads, layout.head_size_v, generator=generator)
+    return key, value
+
+
+def stored(x, layout):
+    return dequantize(*quantize(x, layout.k_format), layout.k_format)
+
+
+def random_tokens(cache, count, generator):
+    pairs = [rows(layout, count, generator) for layout in cache.layouts]
+    return [key for key, _ in pairs], [value for _, value in pairs]
+
+
+class PagedKVCacheMachine(RuleBasedStateMachine):
+    """Random appends, forks, crops and frees on a small pool, mirrored in `self.model`: id -> one (key, value) per layer."""
+
+    num_blocks = 14
+
+    @initialize(seed=st.integers(0, 2**31))
+    def start(self, seed):
+        self.generator = torch.Generator().manual_seed(seed)
+        self.cache = make(self.num_blocks)
+        self.model = {}
+        for seq_id in self.cache.add_sequences(2):
+            self.model[seq_id] = [rows(layout, 0, self.generator) for layout in self.cache.layouts]
+
+    def pick(self, data, max_size=4):
+        ids = sorted(self.model)
+        return data.draw(st.lists(st.sampled_from(ids), min_size=1, max_size=max_size, unique=True))
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data())
+    def append(self, data):
+        ids = self.pick(data)
+        counts = [data.draw(st.sampled_from((0, 1, 1, 3, 15, 16, 17, 40))) for _ in ids]
+        keys, values = random_tokens(self.cache, sum(counts), self.generator)
+        before = self.snapshot()
+        try:
+            step = self.cache.append(ids, keys, values, counts)
+        except CacheFullError:
+            assert self.num_blocks is not None
+            assert self.snapshot() == before
+            return
+        assert step.seq_lens.tolist() == [self.cache.length(i) for i in ids]
+        for layer, (key, value) in enumerate(zip(keys, values, strict=True)):
+            layout = self.cache.layouts[layer]
+            parts = zip(ids, stored(key, layout).split(counts), stored(value, layout).split(counts), strict=True)
+            for seq_id, new_key, new_value in parts:
+                old_key, old_value = self.model[seq_id][layer]
+                self.model[seq_id][layer] = torch.cat((old_key, new_key)), torch.cat((old_value, new_value))
+
+    @precondition(lambda self: self.model and len(self.model) < 8)
+    @rule(data=st.data(), count=st.integers(1, 3))
+    def fork(self, data, count):
+        parents = data.draw(st.lists(st.sampled_from(sorted(self.model)), min_size=count, max_size=count))
+        for parent, child in zip(parents, self.cache.fork(parents), strict=True):
+            self.model[child] = list(self.model[parent])
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data())
+    def crop(self, data):
+        seq_id = data.draw(st.sampled_from(sorted(self.model)))
+        length = data.draw(st.integers(0, self.cache.length(seq_id)))
+        self.cache.crop(seq_id, length)
+        self.model[seq_id] = [(key[:length], value[:length]) for key, value in self.model[seq_id]]
+
+    @rule(data=st.data())
+    def free_and_add(self, data):
+        if self.model:
+            ids = self.pick(data, 2)
+            self.cache.free(ids)
+            for seq_id in ids:
+                del self.model[seq_id]
+        if len(self.model) < 4:
+            (seq_id,) = self.cache.add_sequences()
+            assert seq_id not in self.model
+            self.model[seq_id] = [rows(layout, 0, self.generator) for layout in self.cache.layouts]
+
+    def snapshot(self):
+        owners = {seq_id: self.cache.blocks(seq_id) for seq_id in self.cache.seq_ids}
+        return owners, [self.cache.length(seq_id) for seq_id in owners], self.cache.num_free_blocks
+
+    @invariant()
+    def pages_have_the_right_owners(self):
+        owned = [block for seq_id in self.cache.seq_ids for block in self.cache.blocks(seq_id)]
+        assert self.cache.num_free_blocks == self.cache.num_blocks - len(set(owned))
+        assert tuple(sorted(self.model)) == tuple(sorted(self.cache.seq_ids))
+
+    @invariant()
+    def sequences_read_their_own_tokens(self):
+        owned = {block for seq_id in self.cache.seq_ids for block in self.cache.blocks(seq_id)}
+        free = [block for block in range(self.cache.num_blocks) if block not in owned]
+        for kv_cache in self.cache.kv_caches:
+            kv_cache[free] = POISON
+        for seq_id, layers in self.model.items():
+            for layer, expected in enumerate(layers):
+                for got, want in zip(self.cache.gather(seq_id, layer), expected, strict=True):
+                    torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+class GrowingCacheMachine(PagedKVCacheMachine):
+    num_blocks = None
+
+
+TestFixedPool = PagedKVCacheMachine.TestCase
+TestGrowingPool = GrowingCacheMachine.TestCase
+TestFixedPool.settings = settings(max_examples=20, stateful_step_count=20, deadline=None)
+TestGrowingPool.settings = settings(max_examples=10, stateful_step_count=20, deadline=None)
+
+
+@pytest.fixture
+def generator():
+    return torch.Generator().manual_seed(0)
+
+
+def test_full_cache_changes_nothing_and_goes_on(generator):
+    """A batch that does not fit is refused whole: the sequence that would have fitted keeps its length and its bytes."""
+    cache = make(num_blocks=3)
+    small, large = cache.add_sequences(2)
+    cache.append([small, large], *random_tokens(cache, 10, generator), [5, 5])
+    before = [kv_cache.clone() for kv_cache in cache.kv_caches]
+    with pytest.raises(CacheFullError, match=r"expected 2 free pages of 16 tokens, got 1 of 3; free or crop"):
+        cache.append([small, large], *random_tokens(cache, 31, generator), [1, 30])
+    assert (cache.length(small), cache.length(large), cache.num_free_blocks) == (5, 5, 1)
+    assert all(torch.equal(a, b) for a, b in zip(before, cache.kv_caches, strict=True))
+    cache.append([small], *random_tokens(cache, 1, generator))
+    cache.free([large])
+    cache.append([small], *random_tokens(cache, 42, generator), 42)
+    assert cache.length(small) == 48
+
+
+def test_bad_rows_leave_the_sequences_as_they_were(generator):
+    cache = make(num_blocks=4)
+    ids = cache.add_sequences(2)
+    keys, values = random_tokens(cache, 6, generator)
+    with pytest.raises(ValueError, match="value: expected shape"):
+        cache.append(ids, keys, [values[0], values[1][:, :, :40]], 3)
+    assert [cache.length(i) for i in ids] == [0, 0]
+    assert cache.num_free_blocks == 4
+    with pytest.raises(ValueError, match="key: expected one tensor per layer, 2, got 1"):
+        cache.append(ids, keys[0], values, 3)
+
+
+def test_fork_copies_only_the_unfull_page(generator):
+    """Beams share full pages; of the owners of a page that is written to, all but the last get their own copy."""
+    cache = make()
+    (parent,) = cache.add_sequences()
+    cache.append([parent], *random_tokens(cache, 20, generator), 20)
+    children = cache.fork([parent, parent])
+    assert cache.num_blocks - cache.num_free_blocks == 2
+    family = [parent, *children]
+    cache.append(family, *random_tokens(cache, 3, generator))
+    pages = [cache.blocks(i) for i in family]
+    assert len({p[0] for p in pages}) == 1
+    assert len({p[1] for p in pages}) == 3
+    assert cache.num_blocks - cache.num_free_blocks == 4
+    before = cache.gather(parent)[0]
+    cache.append(children, *random_tokens(cache, 2, generator))
+    torch.testing.assert_close(cache.gather(parent)[0], before, rtol=0, atol=0)
+
+
+def test_growth_keeps_every_byte_and_wastes_at_most_an_eighth(generator):
+    cache = make()
+    (seq_id,) = cache.add_sequences()
+    cache.append([seq_id], *random_tokens(cache, 1000, generator), 1000)
+    before = cache.gather(seq_id, 1)
+    used = cache.num_blocks
+    cache.append([seq_id], *random_tokens(cache, 2000, generator), 2000)
+    for got, want in zip(cache.gather(seq_id, 1), before, strict=True):
+        torch.testing.assert_close(got[:1000], want, rtol=0, atol=0)
+    assert used < cache.num_blocks <= -(-3000 // 16) * 9 // 8 + 8
+    assert cache.nbytes == sum(kv_cache.numel() for kv_cache in cache.kv_caches)
+
+
+def test_attend_reads_the_sequences_of_the_step(generator):
+    """Rows of the block table that are not neighbours, in another order than they were made, next to poisoned pages."""
+    cache = make(num_blocks=12)
+    ids = cache.add_sequences(4)
+    cache.append(ids, *random_tokens(cache, 4 * 21, generator), 21)
+    cache.free([ids[1]])
+    for kv_cache in cache.kv_caches:
+        owned = [block for i in cache.seq_ids for block in cache.blocks(i)]
+        kv_cache[[block for block in range(12) if block not in owned]] = POISON
+    chosen = [ids[3], ids[0]]
+    step = cache.append(chosen, *random_tokens(cache, 3, generator), [2, 1])
+    query = torch.randn(3, 4, 32, generator=generator)
+    out = cache.attend(step, query, 0, softmax_scale=0.5)
+    for first, last, seq_id in ((0, 2, chosen[0]), (2, 3, chosen[1])):
+        key, value = (x.repeat_interleave(2, 1).transpose(0, 1) for x in cache.gather(seq_id))
+        visible = torch.ones(last - first, key.shape[1], dtype=torch.bool).tril(key.shape[1] - (last - first))
+        want = torch.nn.functional.scaled_dot_product_attention(
+            query[first:last].transpose(0, 1), key, value, attn_mask=visible, scale=0.5
+        )
+        torch.testing.assert_close(out[first:last], want.transpose(0, 1), rtol=1e-5, atol=1e-5)
+    again = cache.attend(cache.view(chosen, [2, 1]), query, 0, softmax_scale=0.5)
+    torch.testing.assert_close(again, out, rtol=0, atol=0)
+
+
+def test_raw_keys_of_the_step_replace_their_stored_form(generator):
+    cache = make()
+    (seq_id,) = cache.add_sequences()
+    keys, values = random_tokens(cache, 5, generator)
+    step = cache.append([seq_id], keys, values, 5)
+    query = torch.randn(5, HEADS, 32, generator=generator)
+    out = cache.attend(step, query, 0, key=keys[0], value=values[0], softmax_scale=1.0)
+    want = torch.nn.functional.scaled_dot_product_attention(
+        *(x.transpose(0, 1) for x in (query, keys[0], values[0])), is_causal=True, scale=1.0
+    ).transpose(0, 1)
+    torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
+
+
+def test_a_layer_added_later_starts_as_zeros_and_wipes_nothing(generator):
+    """No first-touch writes: a new layer on a pool in use must not change the others."""
+    cache = PagedKVCache(layouts()[0], backend="reference")
+    (seq_id,) = cache.add_sequences()
+    cache.append([seq_id], *rows(cache.layouts[0], 7, generator), 7)
+    before = cache.gather(seq_id)
+    layer = cache.add_layer(layouts()[1])
+    torch.testing.assert_close(cache.gather(seq_id), before, rtol=0, atol=0)
+    assert not cache.gather(seq_id, layer)[0].any()
+
+
+def test_a_deep_copy_is_independent(generator):
+    """A prompt's cache is copied and continued: the original keeps its tokens."""
+    cache = make()
+    (seq_id,) = cache.add_sequences()
+    cache.append([seq_id], *random_tokens(cache, 7, generator), 7)
+    before = cache.gather(seq_id)
+    other = copy.deepcopy(cache)
+    other.append([seq_id], *random_tokens(other, 30, generator), 30)
+    assert (cache.length(seq_id), other.length(seq_id)) == (7, 37)
+    torch.testing.assert_close(cache.gather(seq_id), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda c, i: PagedKVCache([]), "layouts: expected at least one"),
+        (lambda c, i: PagedKVCache(layouts(), num_blocks=0), "num_blocks: expected at least 1 or None, got 0"),
+        (lambda c, i: PagedKVCache(layouts(), num_blocks=2**28), "num_blocks: expected at most 134217727"),
+        (lambda c, i: c.add_layer(layouts(32)[0]), "layout: expected block_size 16, got 32"),
+        (lambda c, i: c.add_sequences(0), "count: expected at least 1, got 0"),
+        (lambda c, i: c.extend([i, i]), "seq_ids: expected each sequence once"),
+        (lambda c, i: c.extend([i], [1, 2]), "num_tokens: expected 1 counts"),
+        (lambda c, i: c.extend([i], -1), "num_tokens: expected 1 counts of 0 or more"),
+        (lambda c, i: c.length(i + 1), "seq_ids: expected sequences of this cache, got 1"),
+        (lambda c, i: c.crop(i, 4), "length: expected 0 to 3, got 4"),
+        (lambda c, i: c.view([i], 4), "num_tokens: expected at most 3 for sequence 0, got 4"),
+        (lambda c, i: c.free([i, i]), "seq_ids: expected each sequence once"),
+    ],
+)
+def test_bad_arguments_are_named(call, message, generator):
+    cache = make()
+    (seq_id,) = cache.add_sequences()
+    cache.append([seq_id], *random_tokens(cache, 3, generator), 3)
+    with pytest.raises(ValueError, match=message):
+        call(cache, seq_id)
+    assert cache.length(seq_id) == 3
