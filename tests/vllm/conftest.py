@@ -46,7 +46,7 @@ class Run:
 def environment(**variables: str) -> dict[str, str]:
     """Return this process's environment without settings of the plugin, with those of the tests and `variables`."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("NIBBLEKV_", "VLLM_"))}
-    kept = {name: os.environ[name] for name in ("NIBBLEKV_CACHE", "NIBBLEKV_BACKEND") if name in os.environ}
+    kept = {name: os.environ[name] for name in ("NIBBLEKV_CACHE",) if name in os.environ}
     return inherited | kept | ENVIRONMENT | variables
 
 
@@ -61,9 +61,10 @@ def run_scenario(tmp_path_factory: pytest.TempPathFactory):
         if key not in finished:
             folder = tmp_path_factory.mktemp(scenario)
             (folder / "config.json").write_text(json.dumps(config))
+            script = Path(__file__).with_name("scenarios.py")
+            files = [str(folder / "config.json"), str(folder / "result.json")]
             process = subprocess.run(
-                [sys.executable, str(Path(__file__).with_name("scenarios.py")), scenario]
-                + [str(folder / "config.json"), str(folder / "result.json")],
+                [sys.executable, str(script), scenario, *files],
                 env=environment(**(variables or {})),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

@@ -1,4 +1,4 @@
-"""Reads and writes the same pages with vLLM's own INT4 kernels, under Triton's interpreter: `python interop.py RESULT.json`."""
+"""Reads and writes the same pages with vLLM's own INT4 kernels, in Triton's interpreter: `python interop.py RESULT.json`."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ def compare(kernels: ModuleType, head_size: int, block_order: str) -> dict[str, 
         kernels.unified_attention_int4(
             query, v["key_cache"], v["value_cache"], out,
             cu_seqlens_q=starts, max_seqlen_q=max(QUERY_LENS), seqused_k=lengths, max_seqlen_k=max(SEQ_LENS),
-            softmax_scale=head_size**-0.5, window_size=(-1, -1), block_table=table, softcap=0.0, sinks=None, alibi_slopes=None,
-            use_alibi_sqrt=False, qq_bias=None, output_scale=None, mm_prefix_range=None,
+            softmax_scale=head_size**-0.5, window_size=(-1, -1), block_table=table, softcap=0.0, sinks=None,
+            alibi_slopes=None,            use_alibi_sqrt=False, qq_bias=None, output_scale=None, mm_prefix_range=None,
             k_scale_cache=v["k_scale_cache"], v_scale_cache=v["v_scale_cache"],
         )  # fmt: skip
         return out
@@ -94,7 +94,9 @@ def compare(kernels: ModuleType, head_size: int, block_order: str) -> dict[str, 
 
     differing = [bool(d) for d in (ours != theirs).flatten(2).any(-1).flatten()]
     nibbles = (ours.int() ^ theirs.int()).bool()
-    rows = [torch.cat([r.flatten() for r in gather_and_dequantize(c, table[2], SEQ_LENS[2], layout)]) for c in (ours, theirs)]
+    rows = [
+        torch.cat([r.flatten() for r in gather_and_dequantize(c, table[2], SEQ_LENS[2], layout)]) for c in (ours, theirs)
+    ]
     return {
         "head_size": head_size,
         "block_order": block_order,

@@ -57,7 +57,9 @@ def generate(llm: Any, prompts: list[list[int]], together: bool = True, **sampli
     """Return [token ids, log-probabilities of the best two] for each sample of each prompt."""
     from vllm import SamplingParams
 
-    params = SamplingParams(**{"temperature": 0.0, "max_tokens": 16, "logprobs": 2, "ignore_eos": True, "detokenize": False} | sampling)
+    params = SamplingParams(
+        **{"temperature": 0.0, "max_tokens": 16, "logprobs": 2, "ignore_eos": True, "detokenize": False} | sampling
+    )
     requests = [{"prompt_token_ids": prompt} for prompt in prompts]
     batches = [requests] if together else [[request] for request in requests]
     outputs = [output for batch in batches for output in llm.generate(batch, params, use_tqdm=False)]
@@ -67,61 +69,22 @@ def generate(llm: Any, prompts: list[list[int]], together: bool = True, **sampli
     ]
 
 
-# The exact engine: every operation whose rounding depends on the shape of the batch is done in float64 and rounded once, so
-# that a request gives the same bits whatever shares its steps. What is left to differ is which bytes the plugin reads.
-
-
 def make_exact() -> None:
-    """Make matrix products, writes and attention of the engine to come independent of the batch's shape."""
-    import vllm.model_executor.layers.utils as utils
+    """Make the matrix products of the engine to come independent of the batch's shape: in float64, rounded once.
 
-    from nibblekv.integrations.vllm import attention
+    With the plugin's strict mode, a request then gives the same bits whatever shares its steps and however it is cut.
+    """
+    import vllm.model_executor.layers.utils as utils
 
     def dispatch(layer: torch.nn.Module, remove_weight: bool) -> None:
         def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-            return torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double()).to(x.dtype)
+            return torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double()).to(
+                x.dtype
+            )
 
         layer.cpu_linear = linear
 
-    write = attention.reshape_and_cache
-
-    def write_one_by_one(key, value, kv_cache, slot_mapping, layout, **kwargs):
-        for i in range(len(slot_mapping)):
-            write(key[i : i + 1], value[i : i + 1], kv_cache, slot_mapping[i : i + 1], layout, **kwargs)
-
     utils.dispatch_cpu_unquantized_gemm = dispatch
-    attention.reshape_and_cache = write_one_by_one
-    attention.paged_attention = attend_in_float64
-
-
-def attend_in_float64(
-    query, kv_cache, block_table, seq_lens, query_start_loc, layout, *, softmax_scale, out, key=None, value=None, **options
-):
-    """Causal attention over stored pages, in float64; the test's own arithmetic from the stored words on."""
-    from nibblekv.formats import decode_rows
-    from nibblekv.rotation import inverse_gain, rotation_matrix
-
-    if key is not None or value is not None:
-        raise AssertionError("the exact engine runs in strict mode")
-    if any(options[name] for name in ("sliding_window", "softcap", "alibi_sqrt")) or options["chunk_lookback"] >= 0:
-        raise AssertionError("the exact engine's model is plain")
-    views = layout.views(kv_cache)
-    starts = query_start_loc.tolist()
-    for b, length in enumerate(seq_lens.tolist()):
-        begin, end = starts[b], starts[b + 1]
-        blocks = block_table[b, : -(-length // layout.block_size)].long()
-        rows = []
-        for fmt, codes, words in (
-            (layout.k_format, views.key_cache, views.k_scale_cache),
-            (layout.v_format, views.value_cache, views.v_scale_cache),
-        ):
-            y = decode_rows(codes[blocks].flatten(0, 1)[:length], words[blocks].flatten(0, 1)[:length], fmt).double()
-            rows.append(y @ rotation_matrix(fmt.rotation, y.shape[-1]) * inverse_gain(fmt.rotation, y.shape[-1]))
-        k, v = (r.repeat_interleave(query.shape[1] // layout.num_kv_heads, 1) for r in rows)
-        score = torch.einsum("qhd,khd->hqk", query[begin:end].double(), k) * softmax_scale
-        position = torch.arange(length - (end - begin), length)
-        score = score.masked_fill(torch.arange(length)[None] > position[:, None], -torch.inf)
-        out[begin:end] = torch.einsum("hqk,khd->qhd", torch.softmax(score, -1), v).to(out.dtype)
 
 
 def prompts_of(lengths: list[int], shared: int) -> list[list[int]]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 INT4 = {"kv_cache_dtype": "int4_per_token_head"}
-STRICT = {"NIBBLEKV_STRICT": "1"}
+STRICT = {"NIBBLEKV_STRICT": "1", "NIBBLEKV_BACKEND": "cpu"}
 IMPL = "nibblekv.integrations.vllm.cpu.NibbleKVCPUImpl"
 
 
@@ -19,7 +19,13 @@ def tiny(folder: str, **engine: Any) -> dict[str, Any]:
 
 def chat_settings(folder: str, dtype: str) -> dict[str, Any]:
     """Return engine settings of the real model."""
-    return {"model": folder, "kv_cache_dtype": dtype, "max_model_len": 1024, "kv_cache_memory_bytes": 128 << 20, "block_size": 32}
+    return {
+        "model": folder,
+        "kv_cache_dtype": dtype,
+        "max_model_len": 1024,
+        "kv_cache_memory_bytes": 128 << 20,
+        "block_size": 32,
+    }
 
 
 @pytest.mark.models
@@ -72,7 +78,7 @@ def alone(run_scenario, tiny_model) -> dict[str, Any]:
 
 @pytest.mark.parametrize("prefix_caching", [False, True], ids=["no prefix cache", "prefix cache"])
 def test_a_pool_driven_to_preemption_changes_no_bit(run_scenario, tiny_model, alone, prefix_caching):
-    """Catches stale or shared bytes: every block is filled with 0xFF when it is freed, and requests are evicted and redone."""
+    """Catches stale or shared bytes: a block is filled with 0xFF when it is freed, and requests are evicted and redone."""
     run = run_scenario(
         "pressure",
         tiny(tiny_model, **INT4, **TIGHT, enable_prefix_caching=prefix_caching),

@@ -43,7 +43,10 @@ def register() -> None:
 
     name, version = _distribution()
     if _release(version) < _release(OLDEST):
-        _say(logging.WARNING, f"nibblekv needs vLLM {OLDEST} or newer, got {name} {version}; vLLM's own KV cache code is used.")
+        _say(
+            logging.WARNING,
+            f"nibblekv needs vLLM {OLDEST} or newer, got {name} {version}; vLLM's own KV cache code is used.",
+        )
         return
     if _release(version)[:2] > _release(NEWEST)[:2]:
         _say(logging.WARNING, f"nibblekv is tested with vLLM {OLDEST} to {NEWEST}, not with {name} {version}.")

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from vllm import envs
 from vllm.config import get_current_vllm_config_or_none
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import AttentionType
@@ -30,8 +31,10 @@ from nibblekv.ops import paged_attention, reshape_and_cache
 
 logger = init_logger("vllm.nibblekv")
 
-# Settings of the model that this process has built last. Some hooks of vLLM are called outside its configuration context.
+# Settings and cache dtype of the model that this process has built last: vLLM calls some hooks outside its configuration
+# context.
 _last_settings: Settings | None = None
+_last_dtype: str | None = None
 
 
 @dataclass
@@ -51,10 +54,11 @@ class PrefillSplit:
 
 def current_settings() -> Settings:
     """Return the settings of the model being built, else of the last one built, else of the environment."""
-    global _last_settings
+    global _last_settings, _last_dtype
     config = get_current_vllm_config_or_none()
     if config is not None:
         _last_settings = Settings.from_environment().updated(config.additional_config)
+        _last_dtype = None if config.cache_config is None else config.cache_config.cache_dtype
     elif _last_settings is None:
         return Settings.from_environment()
     return _last_settings
@@ -65,10 +69,17 @@ def is_ours(kv_cache_dtype: str | None) -> bool:
     return kv_cache_dtype in DTYPES and not current_settings().disabled
 
 
+def model_is_ours() -> bool:
+    """Say whether the model being built, or the last one built, stores nibblekv's pages in any layer."""
+    return not current_settings().disabled and _last_dtype in DTYPES
+
+
 def is_our_spec(spec: Any) -> bool:
     """Say whether a KV cache spec belongs to a layer that stores nibblekv's pages (encoders keep no pages)."""
     mode = getattr(spec, "kv_quant_mode", None)
-    return mode is not None and mode.name.lower() in DTYPES and "EncoderOnly" not in type(spec).__name__ and is_ours(mode.name.lower())
+    if mode is None or "EncoderOnly" in type(spec).__name__:
+        return False
+    return is_ours(mode.name.lower())
 
 
 @functools.cache
@@ -78,7 +89,8 @@ def layout_of(
     """Return the layout of a layer's pages."""
     k_format, v_format = settings.formats(kv_cache_dtype)
     return KVCacheLayout.create(
-        k_format, v_format=v_format, num_kv_heads=num_kv_heads, head_size=head_size, head_size_v=head_size_v, block_size=block_size
+        k_format, v_format=v_format, num_kv_heads=num_kv_heads, head_size=head_size,
+        head_size_v=head_size_v, block_size=block_size,
     )  # fmt: skip
 
 
@@ -153,8 +165,8 @@ class QuantizedAttention:
         """
         if attn_type != AttentionType.DECODER:
             raise NotImplementedError(
-                f"kv_cache_dtype: expected 'auto' for a model with {attn_type} attention (cross-attention keeps the encoder's "
-                f"keys), got {kv_cache_dtype!r}; run it without --kv-cache-dtype, or name the layers in "
+                f"kv_cache_dtype: expected 'auto' for a model with {attn_type} attention layers (cross-attention keeps the "
+                f"encoder's keys), got {kv_cache_dtype!r}; run it without --kv-cache-dtype, or name the layers in "
                 "--kv-cache-dtype-skip-layers"
             )
         check_head_size(head_size)
@@ -168,6 +180,7 @@ class QuantizedAttention:
             "softcap": float(logits_soft_cap or 0.0),
             "alibi_sqrt": use_alibi_sqrt,
             "chunk_lookback": chunk_lookback,
+            "batch_invariant": self.nibblekv_settings.strict or bool(envs.VLLM_BATCH_INVARIANT),
         }
         k_format, v_format = self.nibblekv_settings.formats(kv_cache_dtype)
         logger.info_once(

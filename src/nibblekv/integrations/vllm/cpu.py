@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from vllm.logger import init_logger
@@ -106,8 +106,8 @@ class NibbleKVCPUImpl(QuantizedAttention, CPUAttentionBackendImpl):
                 kv_sharing_target_layer_name,
             )  # fmt: skip
         super().__init__(
-            num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype, logits_soft_cap, attn_type,
-            kv_sharing_target_layer_name, sinks,
+            num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype, logits_soft_cap,
+            attn_type, kv_sharing_target_layer_name, sinks,
         )  # fmt: skip
 
     def do_kv_cache_update(
@@ -160,7 +160,7 @@ class NibbleKVCPUImpl(QuantizedAttention, CPUAttentionBackendImpl):
 class NibbleKVCPUBackend(CPUAttentionBackend):
     """Stands for CPU_ATTN in vLLM's table."""
 
-    supported_kv_cache_dtypes = [*CPUAttentionBackend.supported_kv_cache_dtypes, *DTYPES]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = [*CPUAttentionBackend.supported_kv_cache_dtypes, *DTYPES]
 
     @staticmethod
     def get_name() -> str:
@@ -194,8 +194,6 @@ class NibbleKVCPUBackend(CPUAttentionBackend):
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
         """Return the block sizes that a layer can take: any multiple of 16 for ours."""
-        config = attention.get_current_vllm_config_or_none()
-        model_is_ours = kv_cache_spec is None and config is not None and attention.is_ours(config.cache_config.cache_dtype)
-        if model_is_ours or attention.is_our_spec(kv_cache_spec):
+        if attention.is_our_spec(kv_cache_spec) or (kv_cache_spec is None and attention.model_is_ours()):
             return [MultipleOf(BLOCK_SIZE_MULTIPLE)]
         return CPUAttentionBackend.get_supported_kernel_block_sizes()

@@ -28,7 +28,8 @@ class Settings:
     Attributes:
         format: what `int4_per_token_head` stores: a name in `FORMATS`, or two as `keys:values`.
             NIBBLEKV_FORMAT, {"nibblekv": {"format": ...}}.
-        strict: attention reads stored bytes only, so that a result does not depend on how a prompt was cut into chunks.
+        strict: attention reads stored bytes only, and each row is computed the same way in any batch, so that a result
+            depends neither on how a prompt was cut into chunks nor on what else is in the batch.
             NIBBLEKV_STRICT, {"nibblekv": {"strict": true}}.
         backend: the nibblekv backend that serves the calls, or `auto`. NIBBLEKV_BACKEND, {"nibblekv": {"backend": ...}}.
         disabled: leave vLLM as it is. NIBBLEKV_DISABLE, {"nibblekv": {"disabled": true}}.
