@@ -5,8 +5,12 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# vLLM pins much that the rest does not; its CPU build has its own environment, made from tests/vllm/requirements*.txt.
+VLLM_VENV := .venv-vllm
+VLLM_BIN := $(VLLM_VENV)/bin
+VLLM_PIP := $(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test lint clean
+.PHONY: demo test test-core test-vllm lint clean
 
 $(VENV)/.base: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -18,6 +22,14 @@ $(VENV)/.dev: $(VENV)/.base
 	$(PIP) --editable '.[all,peers,dev]'
 	touch $@
 
+$(VLLM_VENV)/.base: pyproject.toml tests/vllm/requirements.txt tests/vllm/requirements-no-deps.txt
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_PIP) '$(TORCH)'
+	$(VLLM_PIP) --no-deps --requirement tests/vllm/requirements-no-deps.txt
+	$(VLLM_PIP) --requirement tests/vllm/requirements.txt
+	$(VLLM_PIP) --no-deps --editable .
+	touch $@
+
 demo: $(VENV)/.base
 	$(BIN)/nibblekv demo
 
@@ -26,8 +38,13 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: $(VENV)/.dev
+test: test-core test-vllm
+
+test-core: $(VENV)/.dev
 	$(BIN)/python -m pytest
 
+test-vllm: $(VLLM_VENV)/.base
+	$(VLLM_BIN)/python -m pytest tests/vllm
+
 clean:
-	rm -rf $(VENV) .venv-vllm build
+	rm -rf $(VENV) $(VLLM_VENV) build

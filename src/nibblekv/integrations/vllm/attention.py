@@ -22,7 +22,7 @@ import torch
 from vllm import envs
 from vllm.config import get_current_vllm_config_or_none
 from vllm.logger import init_logger
-from vllm.v1.attention.backend import AttentionType
+from vllm.v1.attention.backend import AttentionBackend, AttentionType
 
 from nibblekv.formats import check_head_size, get_format
 from nibblekv.integrations.vllm.settings import DTYPES, Settings
@@ -114,7 +114,7 @@ def kv_cache_shape(
     """
     layout = layout_of(current_settings(), kv_cache_dtype, num_kv_heads, head_size, head_size, block_size)
     budget = 2 * get_format("int4" if kv_cache_dtype == "int4_per_token_head" else kv_cache_dtype).row_bytes(head_size) + 8
-    if layout.slot_bytes != budget:
+    if layout.slot_bytes != budget and not hasattr(AttentionBackend, "customize_spec"):
         raise NotImplementedError(
             f"NIBBLEKV_FORMAT: expected formats of {budget} bytes per head and token with this vLLM release, "
             f"got {layout.slot_bytes}; vLLM 0.28 or newer takes any"
