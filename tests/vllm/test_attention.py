@@ -246,6 +246,13 @@ def test_encoder_layers_and_other_dtypes_are_left_to_vllm(kind):
     assert not make_impl(kind, dtype="auto").is_ours
 
 
+def test_a_switched_off_plugin_refuses_what_vllm_on_cpu_would_garble(monkeypatch):
+    monkeypatch.setenv("NIBBLEKV_DISABLE", "1")
+    with pytest.raises(ValueError, match="expected 'auto' on CPU where nibblekv is switched off"):
+        make_impl("cpu")
+    assert not make_impl("triton").is_ours
+
+
 def test_head_sizes_are_refused_by_the_selector_with_a_reason():
     arguments = (None, False, False, False, False, None)
     assert "576" in NibbleKVTritonBackend.supports_combination(576, torch.bfloat16, "int4_per_token_head", *arguments)

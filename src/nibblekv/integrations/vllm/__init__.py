@@ -26,6 +26,11 @@ BACKENDS = {
 # The first and the newest version that the tests have run.
 OLDEST, NEWEST = SUPPORTED
 
+_DISABLED = (
+    "nibblekv is switched off by NIBBLEKV_DISABLE; vLLM's own KV cache code is used. "
+    "On CPU vLLM has none for per-token-head dtypes and generates noise: use --kv-cache-dtype auto there."
+)
+
 _logger = logging.getLogger("vllm.nibblekv")  # below vLLM's logger, so that its handlers print what is said here
 _said: set[str] = set()
 
@@ -37,7 +42,7 @@ def register() -> None:
     one than was tested gets one warning and the backends.
     """
     if Settings.from_environment().disabled:
-        _say(logging.WARNING, "nibblekv is switched off by NIBBLEKV_DISABLE; vLLM's own KV cache code is used.")
+        _say(logging.WARNING, _DISABLED)
         return
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 

@@ -97,6 +97,11 @@ class NibbleKVCPUImpl(QuantizedAttention, CPUAttentionBackendImpl):
         sinks: torch.Tensor | None = None,
     ) -> None:
         self.is_ours = attention.is_ours(kv_cache_dtype)
+        if kv_cache_dtype in DTYPES and not self.is_ours:
+            # vLLM's own CPU backend would accept the dtype and read its bytes as something else.
+            raise ValueError(
+                f"kv_cache_dtype: expected 'auto' on CPU where nibblekv is switched off, got {kv_cache_dtype!r}"
+            )
         if self.is_ours and attn_type in (AttentionType.ENCODER, AttentionType.ENCODER_ONLY):
             logger.info_once("nibblekv leaves encoder attention as it is: it keeps no KV cache.")
             self.is_ours, kv_cache_dtype = False, "auto"
