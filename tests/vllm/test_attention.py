@@ -11,7 +11,7 @@ import torch
 from oracle import attend
 
 from nibblekv import AttentionOptions, gather_and_dequantize
-from nibblekv.integrations.vllm import attention
+from nibblekv.integrations.vllm import attention, mla
 from nibblekv.integrations.vllm.cpu import NibbleKVCPUImpl
 from nibblekv.integrations.vllm.cuda import NibbleKVTritonBackend, NibbleKVTritonImpl
 
@@ -238,6 +238,14 @@ def test_layers_that_cannot_store_these_pages_are_refused_when_they_are_built(ki
         make_impl(kind, attn_type="encoder_decoder")
     with pytest.raises(ValueError, match="head_size: expected a multiple of 8 from 32 to 512, got 576"):
         make_impl(kind, head_size=576)
+
+
+@pytest.mark.parametrize("name", ["NibbleKVCPUMLABackend", "NibbleKVAMXMLABackend"])
+def test_latent_attention_on_cpu_is_refused_when_it_is_built(name):
+    """Catches MLA layers, which vLLM on CPU would let write their own bytes under this dtype."""
+    impl = getattr(mla, name).get_impl_cls()
+    with pytest.raises(NotImplementedError, match="latent"):
+        impl(4, 576, 1.0, 1, None, None, "int4_per_token_head", None, "decoder", None)
 
 
 @pytest.mark.parametrize("kind", list(IMPLS))

@@ -22,6 +22,8 @@ __all__ = ["register", "vllm_status"]
 BACKENDS = {
     "CPU_ATTN": "nibblekv.integrations.vllm.cpu.NibbleKVCPUBackend",
     "TRITON_ATTN": "nibblekv.integrations.vllm.cuda.NibbleKVTritonBackend",
+    "CPU_MLA": "nibblekv.integrations.vllm.mla.NibbleKVCPUMLABackend",
+    "AMX_MLA": "nibblekv.integrations.vllm.mla.NibbleKVAMXMLABackend",
 }
 # The first and the newest version that the tests have run.
 OLDEST, NEWEST = SUPPORTED
