@@ -255,7 +255,8 @@ def _check_pages(pages: torch.Tensor, num_blocks: int) -> None:
 
 def _check_index(name: str, tensor: torch.Tensor, shape: tuple[int | str, ...]) -> None:
     _check_dtype(name, tensor, _INDICES)
-    if tensor.dim() != len(shape) or any(isinstance(n, int) and n != m for n, m in zip(shape, tensor.shape, strict=True)):
+    actual = tensor.shape
+    if len(actual) != len(shape) or [n for n, m in zip(shape, actual, strict=True) if isinstance(n, int) and n != m]:
         raise ValueError(f"{name}: expected shape [{', '.join(map(str, shape))}], got {list(tensor.shape)}")
 
 

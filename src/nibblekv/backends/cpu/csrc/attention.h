@@ -325,7 +325,7 @@ static void softmax_row(Context& c, int64_t r, int64_t first, int64_t n, const B
     return;
   }
   const float m = highest > state.m ? highest : state.m;
-  c.decay[r] = state.m == -INFINITY ? 0.0f : exp2f(state.m - m);
+  if (m != state.m) c.decay[r] = state.m == -INFINITY ? 0.0f : exp2f(state.m - m);
   v16 total = (v16){}, shared = (v16){};
   for (int64_t t = 0; t < padded; t += 16) {
     const v16 p = exp2_16(load16(s + t) - splat(m));
@@ -345,10 +345,11 @@ struct Pages {  // the rows of one tile, by groups of 16 tokens
 static void find_pages(const Context& c, int64_t first, int64_t groups, Pages* p) {
   const AttentionArgs& a = c.a;
   const uint8_t* table = a.block_table + c.item.seq * a.block_table_row;
-  for (int64_t i = 0; i < groups; ++i) {
-    const int64_t token = first + 16 * i, slot = token % c.g.block_size;
-    const int64_t block = load_index(table, a.block_table_col, a.block_table_is_64, token / c.g.block_size);
-    const Side &k = c.g.k, &v = c.g.v;
+  const Side &k = c.g.k, &v = c.g.v;
+  int64_t page = first / c.g.block_size, slot = first % c.g.block_size;
+  for (int64_t i = 0; i < groups; ++i, slot += 16) {
+    if (slot == c.g.block_size) slot = 0, ++page;
+    const int64_t block = load_index(table, a.block_table_col, a.block_table_is_64, page);
     p->k[i] = a.kv_cache + k.codes_offset + block * k.block_stride + slot * k.slot_stride + c.item.head * k.head_stride;
     p->v[i] = a.kv_cache + v.codes_offset + block * v.block_stride + slot * v.slot_stride + c.item.head * v.head_stride;
     p->k_words[i] = a.kv_cache + k.words_offset + block * k.word_block_stride + slot * k.word_slot_stride + c.item.head * k.word_head_stride;
@@ -357,15 +358,42 @@ static void find_pages(const Context& c, int64_t first, int64_t groups, Pages* p
 }
 
 #if NKV_AVX512
-constexpr int64_t kMostLines = kGroups * 2 * (16 * (kMaxHeadSize / 64 + 1) + 2);  // of a tile
+static void spread_keys(const Side& k, const uint8_t* rows, uint8_t* dst) {
+  const int64_t stride = k.slot_stride, bytes = k.row_bytes;
+  if (k.code != kUint4)
+    transpose_keys<true, false>(rows, stride, bytes, dst);
+  else if (bytes % 32)
+    transpose_keys<false, false>(rows, stride, bytes, dst);
+  else
+    transpose_keys<false, true>(rows, stride, bytes, dst);
+}
 
-// Appends the cache lines of 16 rows to a list.
+static void spread_values(const Side& v, const uint8_t* rows, int64_t group, uint8_t* dst) {
+  const int64_t stride = v.slot_stride, bytes = v.row_bytes;
+  if (v.code != kUint4)
+    interleave_values<true, false>(rows, stride, bytes, group, dst);
+  else if (bytes % 32)
+    interleave_values<false, false>(rows, stride, bytes, group, dst);
+  else
+    interleave_values<false, true>(rows, stride, bytes, group, dst);
+}
+
+constexpr int64_t kMostLines = kGroups * 2 * (16 * (kMaxHeadSize / 64 + 1) + 2) + 8;  // of a tile
+
+// Appends the cache lines of 16 rows to a list; writes up to 8 entries beyond its end.
 NKV_INLINE const uint8_t** list_lines(const uint8_t* rows, int64_t stride, int64_t bytes, const uint8_t** list) {
-  const int64_t runs = stride == bytes ? 1 : 16, length = stride == bytes ? 16 * bytes : bytes;
+  if (stride == bytes) {
+    const uintptr_t begin = reinterpret_cast<uintptr_t>(rows) & ~uintptr_t{63};
+    const int64_t lines = static_cast<int64_t>((reinterpret_cast<uintptr_t>(rows) + 16 * bytes - 1 - begin) / 64 + 1);
+    const __m512i steps = _mm512_set_epi64(448, 384, 320, 256, 192, 128, 64, 0);
+    for (int64_t i = 0; i < lines; i += 8)
+      _mm512_storeu_si512(list + i, _mm512_add_epi64(_mm512_set1_epi64(static_cast<int64_t>(begin + 64 * i)), steps));
+    return list + lines;
+  }
   uintptr_t seen = 0;
-  for (int64_t t = 0; t < runs; ++t) {
+  for (int64_t t = 0; t < 16; ++t) {
     const uintptr_t begin = reinterpret_cast<uintptr_t>(rows + t * stride) / 64;
-    const uintptr_t end = (reinterpret_cast<uintptr_t>(rows + t * stride) + length - 1) / 64;
+    const uintptr_t end = (reinterpret_cast<uintptr_t>(rows + t * stride) + bytes - 1) / 64;
     for (uintptr_t line = begin > seen ? begin : seen + 1; line <= end; ++line)
       *list++ = reinterpret_cast<const uint8_t*>(line * 64);
     seen = end;
@@ -398,13 +426,9 @@ static void attend_pages(Context& c, int64_t first, int64_t n, const Pages& page
 #if NKV_AVX512
     if (c.k_int) {
       uint8_t* dst = w.key_codes + i * 16 * k.row_bytes;
-      k.code == kUint4 ? transpose_keys<false>(pages.k[i], k.slot_stride, k.row_bytes, dst)
-                       : transpose_keys<true>(pages.k[i], k.slot_stride, k.row_bytes, dst);
+      spread_keys(k, pages.k[i], dst);
     }
-    if (c.v_int) {
-      v.code == kUint4 ? interleave_values<false>(pages.v[i], v.slot_stride, v.row_bytes, i, w.value_codes)
-                       : interleave_values<true>(pages.v[i], v.slot_stride, v.row_bytes, i, w.value_codes);
-    }
+    if (c.v_int) spread_values(v, pages.v[i], i, w.value_codes);
 #endif
     if (!c.k_int) decode_keys(k, pages.k[i], k.slot_stride, w.float8, w.keys + 16 * i);
     if (!c.v_int)

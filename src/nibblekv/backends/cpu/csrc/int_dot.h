@@ -16,16 +16,21 @@ NKV_INLINE __mmask64 chunk_mask(int64_t row_bytes, int64_t chunk) {
   return left >= 64 ? ~0ULL : (1ULL << left) - 1;
 }
 
-template <bool kSigned>
+template <bool kSigned, bool kWhole>
 NKV_INLINE __m512i load_codes(const uint8_t* p, __mmask64 mask) {
-  const __m512i x = _mm512_maskz_loadu_epi8(mask, p);
+  const __m512i x = kWhole ? _mm512_loadu_si512(p) : _mm512_maskz_loadu_epi8(mask, p);
   return kSigned ? _mm512_xor_si512(x, _mm512_set1_epi8(static_cast<char>(0x80))) : x;  // c + 128 is unsigned
 }
 
-template <bool kSigned>
+template <bool kWhole>
+NKV_INLINE __m256i load_half(const uint8_t* p, __mmask32 mask) {
+  return kWhole ? _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)) : _mm256_maskz_loadu_epi8(mask, p);
+}
+
+template <bool kSigned, bool kWhole>
 NKV_INLINE __m512i load_two(const uint8_t* low, const uint8_t* high, __mmask32 mask) {
-  const __m512i x = _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_maskz_loadu_epi8(mask, low)),
-                                       _mm256_maskz_loadu_epi8(mask, high), 1);
+  const __m512i x =
+      _mm512_inserti64x4(_mm512_castsi256_si512(load_half<kWhole>(low, mask)), load_half<kWhole>(high, mask), 1);
   return kSigned ? _mm512_xor_si512(x, _mm512_set1_epi8(static_cast<char>(0x80))) : x;
 }
 
@@ -38,8 +43,8 @@ NKV_INLINE void transpose4(const __m512i* r, __m512i* t) {  // 4x4 dwords inside
   t[3] = _mm512_unpackhi_epi64(b, d);
 }
 
-// 16 rows -> dst[dword j][lane = token]. Writes up to 15 vectors beyond the row's dwords.
-template <bool kSigned>
+// 16 rows -> dst[dword j][lane = token]. kWhole: a row is a multiple of 32 bytes and needs no masks. Writes up to 15 vectors beyond the row's dwords.
+template <bool kSigned, bool kWhole>
 NKV_INLINE void transpose_keys(const uint8_t* rows, int64_t stride, int64_t row_bytes, uint8_t* dst) {
   const int64_t full = full_chunks(row_bytes);
   for (int64_t chunk = 0; chunk < full; ++chunk) {
@@ -49,7 +54,7 @@ NKV_INLINE void transpose_keys(const uint8_t* rows, int64_t stride, int64_t row_
     for (int q = 0; q < 4; ++q) {
       __m512i r[4];
 #pragma GCC unroll 4
-      for (int i = 0; i < 4; ++i) r[i] = load_codes<kSigned>(rows + (4 * q + i) * stride + 64 * chunk, mask);
+      for (int i = 0; i < 4; ++i) r[i] = load_codes<kSigned, kWhole>(rows + (4 * q + i) * stride + 64 * chunk, mask);
       transpose4(r, t[q]);
     }
 #pragma GCC unroll 4
@@ -71,7 +76,7 @@ NKV_INLINE void transpose_keys(const uint8_t* rows, int64_t stride, int64_t row_
       __m512i r[4];
 #pragma GCC unroll 4
       for (int i = 0; i < 4; ++i)
-        r[i] = load_two<kSigned>(rows + (8 * q + i) * stride + 64 * full, rows + (8 * q + 4 + i) * stride + 64 * full, mask);
+        r[i] = load_two<kSigned, kWhole>(rows + (8 * q + i) * stride + 64 * full, rows + (8 * q + 4 + i) * stride + 64 * full, mask);
       transpose4(r, t[q]);
     }
 #pragma GCC unroll 4
@@ -94,7 +99,7 @@ NKV_INLINE void interleave4(const __m512i* r, __m512i* u) {  // byte k of four r
 
 // 16 rows of the tile's token group -> dst[chunk][u][quad of tokens]: lane 4L + j of vector u holds byte 16L + 4u + j of
 // the chunk, once for each token of the quad. In a half chunk the upper lanes hold the same bytes of the next quad.
-template <bool kSigned>
+template <bool kSigned, bool kWhole>
 NKV_INLINE void interleave_values(const uint8_t* rows, int64_t stride, int64_t row_bytes, int64_t group, uint8_t* dst) {
   const int64_t full = full_chunks(row_bytes);
   for (int64_t chunk = 0; chunk < full; ++chunk) {
@@ -103,7 +108,7 @@ NKV_INLINE void interleave_values(const uint8_t* rows, int64_t stride, int64_t r
     for (int q = 0; q < 4; ++q) {
       __m512i r[4], u[4];
 #pragma GCC unroll 4
-      for (int i = 0; i < 4; ++i) r[i] = load_codes<kSigned>(rows + (4 * q + i) * stride + 64 * chunk, mask);
+      for (int i = 0; i < 4; ++i) r[i] = load_codes<kSigned, kWhole>(rows + (4 * q + i) * stride + 64 * chunk, mask);
       interleave4(r, u);
 #pragma GCC unroll 4
       for (int i = 0; i < 4; ++i) _mm512_store_si512(dst + ((chunk * 4 + i) * kQuads + group * 4 + q) * 64, u[i]);
@@ -117,7 +122,7 @@ NKV_INLINE void interleave_values(const uint8_t* rows, int64_t stride, int64_t r
       __m512i r[4], u[4];
 #pragma GCC unroll 4
       for (int i = 0; i < 4; ++i)
-        r[i] = load_two<kSigned>(rows + (8 * q + i) * stride + 64 * full, rows + (8 * q + 4 + i) * stride + 64 * full, mask);
+        r[i] = load_two<kSigned, kWhole>(rows + (8 * q + i) * stride + 64 * full, rows + (8 * q + 4 + i) * stride + 64 * full, mask);
       interleave4(r, u);
 #pragma GCC unroll 4
       for (int i = 0; i < 4; ++i) _mm512_store_si512(base + (i * (kQuads / 2) + group * 2 + q) * 64, u[i]);
@@ -125,9 +130,12 @@ NKV_INLINE void interleave_values(const uint8_t* rows, int64_t stride, int64_t r
   }
 }
 
-// sum[lane] += dot of 4 unsigned and 4 signed bytes. Not the intrinsic: GCC 12 copies and spills its accumulators.
+// sum[lane] += dot of 4 unsigned and 4 signed bytes. Not the intrinsic: GCC 12 copies and spills its accumulators. The local
+// variable keeps arrays of accumulators in registers.
 NKV_INLINE void dot4(__m512i& sum, __m512i codes, __m512i operand) {
-  asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(codes), "v"(operand));
+  __m512i s = sum;
+  asm("vpdpbusd %2, %1, %0" : "+v"(s) : "v"(codes), "v"(operand));
+  sum = s;
 }
 
 // Cache lines of the next tile, asked for one by one between dot products: asked for in one go they fill the core's line
