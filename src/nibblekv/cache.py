@@ -21,10 +21,9 @@ from nibblekv.options import AttentionOptions
 
 __all__ = ["CacheFullError", "CacheStep", "PagedKVCache"]
 
-# A pool without a fixed size grows by an eighth: a copy of the pool is then rarer than one in `tokens / 8` steps, and at
-# most an eighth is idle.
-GROWTH_DIVISOR = 8
-MIN_GROWTH = 8
+# A pool without a fixed size grows by 1/64, so that at most that is idle. Per token this copies as many bytes as
+# attention reads at a context of 64 tokens.
+GROWTH_DIVISOR = 64
 MAX_SLOTS = 2**31 - 1
 # Kinds of calls remembered at most: a caller that makes new option tensors for every call must not fill the memory.
 MAX_CHECKED_CALLS = 512
@@ -102,7 +101,7 @@ class PagedKVCache:
         self.layouts: list[KVCacheLayout] = []
         self.kv_caches: list[torch.Tensor] = []
         self.growable = num_blocks is None
-        self.num_blocks = MIN_GROWTH if num_blocks is None else num_blocks
+        self.num_blocks = 1 if num_blocks is None else num_blocks
         self._check_slots(self.num_blocks)
         self._references = [0] * self.num_blocks
         self._free_blocks = list(range(self.num_blocks - 1, -1, -1))
@@ -378,7 +377,7 @@ class PagedKVCache:
                     f"the cache is full: expected {need} free pages of {self.block_size} tokens, got "
                     f"{len(self._free_blocks)} of {self.num_blocks}; free or crop sequences, or create it with more pages"
                 )
-            self._grow(max(missing, self.num_blocks // GROWTH_DIVISOR, MIN_GROWTH))
+            self._grow(max(missing, self.num_blocks // GROWTH_DIVISOR))
 
     def _grow(self, extra: int) -> None:
         num_blocks = self.num_blocks + extra
