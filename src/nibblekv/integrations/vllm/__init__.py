@@ -74,7 +74,8 @@ def vllm_status() -> dict[str, Any]:
         dtypes: for each `--kv-cache-dtype` served: the formats of keys and values, bits per value at head size 128.
     """
     settings = Settings.from_environment()
-    installed = importlib.util.find_spec("vllm") is not None
+    spec = importlib.util.find_spec("vllm")
+    installed = spec is not None and spec.origin is not None  # a mere folder of that name has no origin
     name, version = _distribution() if installed else (None, None)
     points = importlib.metadata.entry_points(group="vllm.general_plugins")
     entry_point = any(point.value == "nibblekv.integrations.vllm:register" for point in points)
