@@ -9,6 +9,7 @@ import typer
 from nibblekv.cli.common import (
     FORMATS_HELP,
     HELP_SETTINGS,
+    Columns,
     JsonOption,
     ModelOption,
     format_bytes,
@@ -25,7 +26,7 @@ from nibblekv.models import load_model
 
 app = typer.Typer(help="Time attention, and generation with each format.", context_settings=HELP_SETTINGS)
 
-ATTENTION_COLUMNS = {
+ATTENTION_COLUMNS: Columns = {
     "op": ("operation", str),
     "shape": ("shape", str),
     "format": ("format", str),
@@ -35,7 +36,7 @@ ATTENTION_COLUMNS = {
     "baseline_us": ("baseline us", "{:,.1f}".format),
     "ratio": ("times faster", "{:.2f}".format),
 }
-GENERATE_COLUMNS = {
+GENERATE_COLUMNS: Columns = {
     "format": ("format", str),
     "context": ("context", "{:,}".format),
     "prefill_s": ("prefill s", "{:.2f}".format),
