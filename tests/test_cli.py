@@ -1,0 +1,166 @@
+"""The command line: every command on a tiny model, its JSON, and its errors."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("typer")
+pytest.importorskip("transformers")
+
+from tiny_models import save_tiny_model
+from typer.testing import CliRunner
+
+import nibblekv
+from nibblekv import cli
+from nibblekv.cli import demo
+from nibblekv.cli.app import app
+from nibblekv.cli.common import format_bytes, parse_bytes
+from nibblekv.models import load_model
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_tiny_model(tmp_path_factory.mktemp("tiny")))
+
+
+def invoke(*arguments: str, code: int = 0):
+    result = CliRunner().invoke(app, list(arguments))
+    assert result.exit_code == code, result.output + repr(result.exception)
+    return result
+
+
+def read_rows(path: Path) -> list[dict]:
+    record = json.loads(path.read_text())
+    assert record["command"].startswith("nibblekv")
+    assert record["machine"]["packages"]["torch"] == torch.__version__
+    assert record["machine"]["cores"] >= 1
+    return record["rows"]
+
+
+def test_version():
+    assert invoke("--version").output.strip() == nibblekv.__version__
+
+
+def test_eval_writes_the_rows_that_it_prints(tiny, tmp_path):
+    path = tmp_path / "new" / "eval.json"
+    result = invoke(
+        "eval", "--model", tiny, "--formats", "none,int4", "--windows", "2", "--window", "64", "--text", "austen",
+        "--copy", "1", "--greedy", "2", "--json", str(path),
+    )  # fmt: skip
+    rows = read_rows(path)
+    assert [row["format"] for row in rows] == ["none", "int4"]
+    assert list(rows[1])[:10] == [
+        "model", "format", "bits_per_value", "perplexity", "kl_mean", "kl_median", "kl_p99", "kl_p999", "top1", "tokens",
+    ]  # fmt: skip
+    assert f"{rows[1]['kl_mean']:.5f}" in result.output
+    assert {"copy_correct", "greedy_agreement"} <= set(rows[1])
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_generate_prints_texts_side_by_side(tiny, tmp_path):
+    path = tmp_path / "generate.json"
+    result = invoke("generate", "the people", "--model", tiny, "--new-tokens", "4", "--json", str(path))
+    rows = read_rows(path)
+    assert [row["format"] for row in rows] == ["none", "int4"]
+    assert rows[0]["text"] in result.output
+
+
+def test_bench_generate(tiny, tmp_path):
+    path = tmp_path / "bench.json"
+    invoke(
+        "bench", "generate", "--model", tiny, "--context", "64", "--new-tokens", "2", "--rounds", "1", "--json", str(path)
+    )  # fmt: skip
+    rows = read_rows(path)
+    assert rows[1]["memory_ratio"] > 2
+    assert rows[1]["tokens_per_second"] > 0
+
+
+def test_plan_takes_numbers_or_a_model(tiny, tmp_path):
+    path = tmp_path / "plan.json"
+    numbers = ("--layers", "32", "--kv-heads", "8", "--head-size", "128")
+    invoke("plan", "--memory", "1GiB", *numbers, "--json", str(path))
+    assert [row["tokens"] for row in read_rows(path)] == [8192, 30832]
+    invoke("plan", "--memory", "1GiB", "--model", tiny, "--formats", "int4", "--json", str(path))
+    assert read_rows(path)[0]["bytes_per_token"] == 2 * 2 * 2 * (16 + 4)
+    sliding = ("--sliding-layers", "32", "--sliding-window", "64")
+    invoke("plan", "--memory", "1GiB", *numbers, *sliding, "--json", str(path))
+    assert read_rows(path)[0]["tokens"] is None
+
+
+def test_doctor_says_what_works_and_why_not(tmp_path, monkeypatch):
+    monkeypatch.setattr(nibblekv, "available_backends", lambda: {"reference": None, "other": "no such device"})
+    path = tmp_path / "doctor.json"
+    result = invoke("doctor", "--json", str(path))
+    rows = {row["name"]: row for row in read_rows(path)}
+    assert rows["reference"]["ok"]
+    assert (rows["other"]["ok"], rows["other"]["detail"]) == (False, "no such device")
+    assert rows["torch"]["detail"] == torch.__version__
+    assert "no such device" in result.output
+
+
+def test_bench_attention_prints_the_rows_of_the_benchmark(tmp_path, monkeypatch):
+    row = {"op": "decode", "shape": "1x8", "format": "int4", "backend": "cpu", "baseline": "sdpa"}
+    row |= {"time_us": 2.0, "baseline_us": 9.0, "ratio": 4.5}
+    module = types.ModuleType("nibblekv.benchmarking")
+    module.bench_attention_cpu = lambda progress: [row]  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "nibblekv.benchmarking", module)
+    path = tmp_path / "attention.json"
+    assert "4.50" in invoke("bench", "attention", "--json", str(path)).output
+    assert read_rows(path) == [row]
+
+
+def test_the_demo_tells_its_whole_story(tiny, tmp_path, monkeypatch):
+    """Catches a step that fails after the first minute of a newcomer's time."""
+    loaded = load_model(tiny, torch.float32)
+    monkeypatch.setattr(demo, "load_model", lambda *_: loaded)
+    monkeypatch.setattr(demo, "BENCH_CONTEXT", 64)
+    monkeypatch.setattr(demo, "EVAL_WINDOW", 64)
+    path = tmp_path / "demo.json"
+    output = invoke("demo", "--new-tokens", "4", "--prompt", "the people", "--json", str(path)).output
+    for heading in ("Memory", "Speed", "Accuracy", "bytes/token", "tokens/s", "KL mean", "top-1", "cache at 8,192 tokens"):
+        assert heading in output
+    plain, packed = read_rows(path)
+    assert (plain["format"], packed["format"]) == ("none", "int4")
+    assert plain["kl_mean"] == 0 < packed["kl_mean"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("eval", "--formats", "int5"), "format: expected one of int4"),
+        (("eval", "--formats", ","), "expected a comma-separated list"),
+        (("eval", "--dtype", "int8"), "dtype: expected auto or one of"),
+        (("eval", "--text", "/no/such/text"), "text: expected one of"),
+        (("generate", "hi", "--model", "/no/such/model"), "no such file or folder: /no/such/model"),
+        (("plan", "--memory", "lots", "--layers", "1", "--kv-heads", "1", "--head-size", "64"), "memory: expected a size"),
+        (("plan", "--memory", "1GiB"), "layers: expected at least 1"),
+        (("plan", "--memory", "1GiB", "--model", "x", "--layers", "2"), "expected --model or explicit numbers, got both"),
+        (("bench", "attention", "--device", "tpu"), "device: expected cpu or cuda, got 'tpu'"),
+    ],
+    ids=["format", "list", "dtype", "text", "model", "memory", "numbers", "both", "device"],
+)
+def test_errors_are_one_sentence(arguments, message):
+    """Catches tracebacks, and exit code 0 after an error."""
+    result = invoke(*arguments, code=1)
+    assert message in result.output
+    assert result.output.startswith("error: ")
+    assert result.output.count("\n") == 1
+
+
+def test_a_missing_command_line_package_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "typer", None)
+    with pytest.raises(SystemExit, match=r"the command line needs typer: pip install 'nibblekv\[cli\]'"):
+        cli.main()
+
+
+def test_sizes_are_read_and_written():
+    assert [parse_bytes(text) for text in ("24GiB", "80GB", "512M", "1.5k", "7")] == [
+        24 * 2**30, 80 * 10**9, 512 * 10**6, 1500, 7,
+    ]  # fmt: skip
+    assert [format_bytes(size) for size in (10, 2048, 3 * 2**30)] == ["10 B", "2 KiB", "3 GiB"]
