@@ -20,6 +20,11 @@ def make_engine(config: dict[str, Any]) -> Any:
     """Build the engine of a configuration, small enough for any machine."""
     from vllm import LLM
 
+    from nibblekv.integrations import vllm as plugin
+
+    if config.get("triton_backend"):
+        # The GPU's classes, given tensors of a CPU: all but the kernels is the same code.
+        plugin.BACKENDS["CPU_ATTN"] = plugin.BACKENDS["TRITON_ATTN"]
     settings = {
         "enforce_eager": True,
         "max_num_seqs": 8,

@@ -10,6 +10,7 @@ import pytest
 INT4 = {"kv_cache_dtype": "int4_per_token_head"}
 STRICT = {"NIBBLEKV_STRICT": "1", "NIBBLEKV_BACKEND": "cpu"}
 IMPL = "nibblekv.integrations.vllm.cpu.NibbleKVCPUImpl"
+TRITON_IMPL = "nibblekv.integrations.vllm.cuda.NibbleKVTritonImpl"
 
 
 def tiny(folder: str, **engine: Any) -> dict[str, Any]:
@@ -44,16 +45,27 @@ def test_real_model_answers_from_four_bits_in_less_than_two_sevenths_of_the_spac
 
 
 @pytest.mark.parametrize(
-    ("fmt", "strict"), [("int4", "0"), ("int4", "1"), ("int4_per_token_head", "1"), ("int8_per_token_head:int4", "0")]
+    ("fmt", "strict", "triton_backend"),
+    [
+        ("int4", "0", False),
+        ("int4", "1", True),
+        ("int4_per_token_head", "1", False),
+        ("int8_per_token_head:int4", "0", True),
+    ],
 )
-def test_layer_outputs_are_attention_over_the_stored_rows(run_scenario, tiny_model, fmt, strict):
-    """Catches wrong slots, tables, batch splits, and rows left unwritten, at every layer and step of a mixed batch."""
+def test_layer_outputs_are_attention_over_the_stored_rows(run_scenario, tiny_model, fmt, strict, triton_backend):
+    """Catches wrong slots, tables, batch splits, and rows left unwritten, at every layer and step of a mixed batch.
+
+    With `triton_backend` the engine runs the classes that serve a GPU: their hooks, metadata and calls, on CPU tensors.
+    """
     run = run_scenario(
         "numerics",
         tiny(tiny_model, **INT4, block_size=16, max_num_batched_tokens=64),
         {"NIBBLEKV_FORMAT": fmt, "NIBBLEKV_STRICT": strict},
+        triton_backend=triton_backend,
     )
-    assert run.result["impl"] == IMPL
+    assert run.result["impl"] == (TRITON_IMPL if triton_backend else IMPL)
+    assert run.result["cache_shape"][1:] == [2, 16, 72 + 32 * (fmt != fmt.split(":")[0])]
     assert run.result["least_norm"] > 0.1
     assert max(run.result["errors"]) < 1e-3, max(run.result["errors"])
 
