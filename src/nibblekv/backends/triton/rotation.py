@@ -1,0 +1,118 @@
+"""Rotations in kernels, the matrices they read, and the standalone rotation."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import math
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+
+from nibblekv.backends.triton.codec import INF
+from nibblekv.rotation import RotationKind, inverse_gain, rotation_factors, rotation_matrix
+
+_RELAXED_CAPTURE = 2
+
+
+def padded(head_size: int) -> int:
+    """Columns that kernels work on: the next power of two, at least 64 (a dot needs 16 columns in each of four streams)."""
+    return max(64, triton.next_power_of_2(head_size))
+
+
+def interpreting() -> bool:
+    """Return True if kernels run in Triton's interpreter (TRITON_INTERPRET=1)."""
+    return bool(triton.knobs.runtime.interpret)
+
+
+def uses_nvidia_assembly() -> bool:
+    """Return True where kernels may use PTX."""
+    return not interpreting() and torch.version.hip is None
+
+
+def dot_precision() -> str:
+    """Return the `input_precision` by which float32 dots keep float32 accuracy: three TF32 products where there are any."""
+    return "tf32x3" if uses_nvidia_assembly() else "ieee"
+
+
+@contextlib.contextmanager
+def capture_safe(device: torch.device) -> Iterator[None]:
+    """Let the body load kernels and copy constants even if the current stream is being captured into a CUDA graph."""
+    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        yield
+        return
+    mode = ctypes.c_int(_RELAXED_CAPTURE)
+    driver = ctypes.CDLL("libcuda.so.1" if torch.version.hip is None else "libamdhip64.so")
+    exchange = driver.cuThreadExchangeStreamCaptureMode if torch.version.hip is None else driver.hipThreadExchangeStreamCaptureMode
+    exchange(ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        exchange(ctypes.byref(mode))
+
+
+@functools.cache
+def _is_signs(kind: RotationKind, head_size: int) -> bool:
+    return kind != "none" and bool((rotation_factors(kind, head_size)[1].abs() == 1).all())
+
+
+@functools.cache
+def matrix(kind: RotationKind, head_size: int, inverse: bool, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return M with `rows @ M * gain` the (inverse) rotation of rows, [padded, padded], padded with zeros. Cached.
+
+    Where the rotation is made of signs, M holds +1 and -1 exactly and `forward_gain`, `backward_gain` carry the rest, so
+    that products with 16-bit values are exact in tensor cores; else (Hartley's matrices) M is float32, whatever dtype asks.
+    """
+    size = padded(head_size)
+    m = torch.zeros(size, size, dtype=torch.float64)
+    r = rotation_matrix(kind, head_size) * math.sqrt(head_size if kind == "full" else 1)
+    m[:head_size, :head_size] = r if inverse else r.T
+    exact = _is_signs(kind, head_size)
+    m = m.round().to(dtype) if exact else m.to(torch.float32)
+    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        return m.to(device)
+    side = torch.cuda.Stream(device)
+    with torch.cuda.stream(side):
+        copied = m.pin_memory().to(device, non_blocking=True)
+    side.synchronize()
+    return copied
+
+
+def forward_gain(kind: RotationKind, head_size: int) -> float:
+    """Return g of y = g * (x @ matrix(inverse=False))."""
+    return head_size**-0.5 if kind == "full" else 1.0
+
+
+def backward_gain(kind: RotationKind, head_size: int) -> float:
+    """Return g of x = g * (y @ matrix(inverse=True))."""
+    return forward_gain(kind, head_size) * inverse_gain(kind, head_size)
+
+
+@triton.jit
+def rotate_rows(
+    row_ptr, row_mask, matrix_ptr, D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
+    ROTATED: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """Load rows (pointers [ROWS], D values each) and return rows @ matrix, [ROWS, DP] float32, without the gain.
+
+    The product runs over BLOCK_K dimensions at a time, so that a matrix of 512 columns fits in shared memory.
+    """
+    if ROTATED:
+        n = tl.arange(0, DP)
+        y = tl.zeros([ROWS, DP], tl.float32)
+        for k0 in tl.static_range(0, DP, BLOCK_K):
+            k = k0 + tl.arange(0, BLOCK_K)
+            x = tl.load(row_ptr[:, None] + k[None, :], mask=row_mask[:, None] & (k < D)[None, :], other=0.0)
+            m = tl.load(matrix_ptr + k[:, None] * DP + n[None, :])
+            # The interpreter's bfloat16 dot is wrong; float32 matrices (Hartley) ask for float32 rows.
+            if INTERPRET or m.dtype == tl.float32:
+                x = x.to(tl.float32)
+                m = m.to(tl.float32)
+            y = tl.dot(x, m, y, input_precision=PRECISION)
+        return y
+    else:
+        n = tl.arange(0, DP)
+        return tl.load(row_ptr[:, None] + n[None, :], mask=row_mask[:, None] & (n < D)[None, :], other=0.0).to(tl.float32)
