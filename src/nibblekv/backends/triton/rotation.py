@@ -12,7 +12,6 @@ import torch
 import triton
 import triton.language as tl
 
-from nibblekv.backends.triton.codec import INF
 from nibblekv.rotation import RotationKind, inverse_gain, rotation_factors, rotation_matrix
 
 _RELAXED_CAPTURE = 2
