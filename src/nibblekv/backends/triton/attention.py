@@ -3,8 +3,9 @@
 A program owns BLOCK_M rows of one KV head (query tokens x the heads of its group) and one split of the keys. Queries are
 rotated in the prologue, so packed keys are used as they lie: score = (q . code) * scale + sum(q) * bias, with code streams
 as float16 dot operands (codec.py) and float32 accumulation. Values likewise: out = sum of (p * scale) * (code + ratio),
-where `ratio` = bias / scale multiplies the *same rounded* p * scale, and is added tile by tile: codes are positive, and a
-sum left uncentred for a whole split loses to rounding what the bias then no longer cancels (1e-3 at 262,144 tokens).
+where `ratio` = bias / scale multiplies the *same rounded* p * scale. Codes are positive, so the two sums nearly cancel:
+each tile's product starts from zero and is added in plain float32, because tensor cores truncate what they accumulate,
+always the same way, and a chain over a whole split would show (1e-3 at 262,144 tokens).
 The running maximum is that of score + log2(value scale), so p * scale never leaves float16, whatever the scales.
 
 The rotation of the output is undone once per row: in this kernel's epilogue if one split holds all keys, else in
@@ -170,6 +171,11 @@ def store_rows(
             tl.store(target, x.to(row_ptr.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def _add_both(a0, b0, a1, b1):
+    return a0 + a1, b0 + b1
+
+
 @triton.jit(do_not_specialize=["first_token", "num_q_tiles", "num_splits"])
 def attention_kernel(
     query_ptr, codes_k_ptr, codes_v_ptr, words_ptr, block_table_ptr, seq_lens_ptr, query_start_ptr,
@@ -197,7 +203,7 @@ def attention_kernel(
     """
     D4: tl.constexpr = DP // 4
     DV4: tl.constexpr = DVP // 4
-    BLOCK_K: tl.constexpr = DP if DP <= 128 else 64
+    BLOCK_K: tl.constexpr = 64
     PLAIN: tl.constexpr = not SOFTCAP and alibi_ptr is None and qq_bias_ptr is None
     seq = tl.program_id(0) // num_q_tiles
     kv_head = tl.program_id(1)
@@ -258,6 +264,10 @@ def attention_kernel(
     a1 = tl.zeros([BLOCK_M, DV4], tl.float32)
     a2 = tl.zeros([BLOCK_M, DV4], tl.float32)
     a3 = tl.zeros([BLOCK_M, DV4], tl.float32)
+    CENTRED: tl.constexpr = V_WORD != 2 or code_offset(V_CODE, ASM) != 0
+    z = tl.zeros([BLOCK_M], tl.float32)
+    # Zeros that the compiler does not know to be zeros: it would fold each tile's product into one long accumulation.
+    nothing = tl.zeros([BLOCK_M, DV4], tl.float32) + (num_splits < 0).to(tl.float32)
     v_unit: tl.constexpr = code_unit(V_CODE, ASM)
     odd_v: tl.constexpr = odd_stream_gain(V_CODE, ASM)
 
@@ -335,28 +345,25 @@ def attention_kernel(
         alpha = tl.exp2(m - m_new)
         p = tl.exp2(s - m_new[:, None])
         m = m_new
-        l = l * alpha + tl.sum(p, 1)  # noqa: E741
         weight = (p * v_scale[None, :]).to(tl.float16)
-        if V_WORD != 2 or code_offset(V_CODE, ASM) != 0:
-            centre = tl.sum(weight.to(tl.float32) * v_ratio[None, :], 1) * (1.0 / v_unit)
-            a0 = a0 * alpha[:, None] + centre[:, None]
-            a1 = a1 * alpha[:, None] + (centre * (1.0 / odd_v))[:, None]
-            a2 = a2 * alpha[:, None] + centre[:, None]
-            a3 = a3 * alpha[:, None] + (centre * (1.0 / odd_v))[:, None]
-        else:
-            a0 = a0 * alpha[:, None]
-            a1 = a1 * alpha[:, None]
-            a2 = a2 * alpha[:, None]
-            a3 = a3 * alpha[:, None]
         c0, c1, c2, c3 = unpack_streams(v_codes, V_CODE, ASM)
-        a0 = tl.dot(weight, c0, a0)
-        a1 = tl.dot(weight, c1, a1)
-        a2 = tl.dot(weight, c2, a2)
-        a3 = tl.dot(weight, c3, a3)
+        a0 = a0 * alpha[:, None] + tl.dot(weight, c0, nothing)
+        a1 = a1 * alpha[:, None] + tl.dot(weight, c1, nothing)
+        a2 = a2 * alpha[:, None] + tl.dot(weight, c2, nothing)
+        a3 = a3 * alpha[:, None] + tl.dot(weight, c3, nothing)
+        if CENTRED:
+            p_sum, bias_sum = tl.reduce((p, weight.to(tl.float32) * v_ratio[None, :]), 1, _add_both)
+            z = z * alpha + bias_sum
+        else:
+            p_sum = tl.sum(p, 1)
+        l = l * alpha + p_sum  # noqa: E741
 
     # NaN sums stay NaN; a row that saw nothing returns zeros.
-    inverse = tl.where(l == 0, 0.0, v_unit / l)
-    y = join_streams(a0, a1 * odd_v, a2, a3 * odd_v, BLOCK_M, DV4) * inverse[:, None]
+    inverse = tl.where(l == 0, 0.0, 1.0 / l)
+    y = join_streams(a0, a1 * odd_v, a2, a3 * odd_v, BLOCK_M, DV4) * v_unit
+    if CENTRED:
+        y += z[:, None]
+    y = y * inverse[:, None]
     log_sum = tl.where(l == 0, -INF, m + tl.log2(l))
     out_token = (q_begin + token).to(tl.int64)
     if FINAL:
@@ -542,7 +549,8 @@ def attend(
     plain_mask = plain_mask and options.mm_prefix_ranges is None
     shared = plain_mask and (max_query_len == 1 or raw is not None or options.causal is False)
     causal = options.causal
-    constants = _kernel_constants(layout, query.dtype, device, options.softmax_scale)
+    with rotation.capture_safe(device):
+        constants = _kernel_constants(layout, query.dtype, device, options.softmax_scale)
     partial = partial_lse = None
     if not final:
         values = num_tokens * num_query_heads * num_splits * size_v

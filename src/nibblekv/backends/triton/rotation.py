@@ -99,19 +99,24 @@ def rotate_rows(
 
     The product runs over BLOCK_K dimensions at a time, so that a matrix of 512 columns fits in shared memory.
     """
+    n = tl.arange(0, DP)
     if ROTATED:
-        n = tl.arange(0, DP)
         y = tl.zeros([ROWS, DP], tl.float32)
         for k0 in tl.static_range(0, DP, BLOCK_K):
             k = k0 + tl.arange(0, BLOCK_K)
             x = tl.load(row_ptr[:, None] + k[None, :], mask=row_mask[:, None] & (k < D)[None, :], other=0.0)
             m = tl.load(matrix_ptr + k[:, None] * DP + n[None, :])
-            # The interpreter's bfloat16 dot is wrong; float32 matrices (Hartley) ask for float32 rows.
-            if INTERPRET or m.dtype == tl.float32:
-                x = x.to(tl.float32)
-                m = m.to(tl.float32)
-            y = tl.dot(x, m, y, input_precision=PRECISION)
+            y = multiply(x, m, y, PRECISION, INTERPRET)
         return y
     else:
-        n = tl.arange(0, DP)
         return tl.load(row_ptr[:, None] + n[None, :], mask=row_mask[:, None] & (n < D)[None, :], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def multiply(x, m, y, PRECISION: tl.constexpr, INTERPRET: tl.constexpr):
+    """y + x @ m in float32; operands of 16 bits stay so, which is exact for a matrix of signs."""
+    # The interpreter's bfloat16 dot is wrong; float32 matrices (Hartley) ask for float32 rows.
+    if INTERPRET or m.dtype == tl.float32:
+        x = x.to(tl.float32)
+        m = m.to(tl.float32)
+    return tl.dot(x, m, y, input_precision=PRECISION)

@@ -11,7 +11,7 @@ import triton.language as tl
 from nibblekv.backends.triton import rotation
 from nibblekv.backends.triton.codec import code_bits, encode_rows, format_constants, pack_codes
 from nibblekv.backends.triton.geometry import geometry
-from nibblekv.backends.triton.rotation import rotate_rows
+from nibblekv.backends.triton.rotation import multiply, rotate_rows
 from nibblekv.layout import KVCacheLayout
 
 # Rows of one (token, head) that a program takes at once, and how often it does: the matrix is read once per program.
@@ -53,10 +53,12 @@ def _write_rows(
     D: tl.constexpr, DP: tl.constexpr, CODE: tl.constexpr, WORD: tl.constexpr, ROTATED: tl.constexpr,
     ROWS: tl.constexpr, TILES: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    BLOCK_K: tl.constexpr = DP if DP <= 128 else 64
     PER_WORD: tl.constexpr = 32 // code_bits(CODE)
     column = tl.arange(0, DP)
     word = tl.arange(0, DP // PER_WORD)
+    ONE_BLOCK: tl.constexpr = ROTATED and DP <= 128
+    if ONE_BLOCK:
+        matrix = tl.load(matrix_ptr + column[:, None] * DP + column[None, :])
     for tile in tl.range(0, TILES):
         row = (tl.program_id(0) * TILES + tile) * ROWS + tl.arange(0, ROWS)
         token = (row // NUM_HEADS).to(tl.int64)
@@ -66,7 +68,11 @@ def _write_rows(
         block = slot // BLOCK_SIZE
         inner = slot % BLOCK_SIZE
         x_row = x_ptr + token * x_t + head * x_h
-        y = rotate_rows(x_row, keep, matrix_ptr, D, DP, ROWS, BLOCK_K, ROTATED, PRECISION, INTERPRET) * gain
+        if ONE_BLOCK:
+            x = tl.load(x_row[:, None] + column[None, :], mask=keep[:, None] & (column < D)[None, :], other=0.0)
+            y = multiply(x, matrix, tl.zeros([ROWS, DP], tl.float32), PRECISION, INTERPRET) * gain
+        else:
+            y = rotate_rows(x_row, keep, matrix_ptr, D, DP, ROWS, 64, ROTATED, PRECISION, INTERPRET) * gain
         codes, words = encode_rows(y, column, D, CODE, WORD)
         packed = pack_codes(codes, ROWS, DP, CODE)
         target = cache_ptr + c_offset + block * c_b + inner * c_s + head * c_h
