@@ -157,9 +157,9 @@ def store_rows(
                 x = tl.sum(tl.reshape(y, (DVP, 1)) * m, 0)[None, :]
             else:
                 x = tl.dot(y, m, input_precision=PRECISION)
-            x = x * gain
         else:
             x = y
+        x = x * gain
         mask = row_mask[:, None] & (n < DV)[None, :]
         if raw_row_ptr is not None:
             raw = tl.load(raw_row_ptr[:, None] + n[None, :], mask=mask, other=0.0).to(tl.float32)
@@ -297,7 +297,9 @@ def attention_kernel(
         if DV == DVP:
             v_codes = tl.load(codes_v_ptr + (v_row[:, None] + column_v[None, :]))
         else:
-            v_codes = tl.load(codes_v_ptr + (v_row[:, None] + column_v[None, :]), mask=(column_v < DV // 4)[None, :], other=0)
+            v_codes = tl.load(
+                codes_v_ptr + (v_row[:, None] + column_v[None, :]), mask=(column_v < DV // 4)[None, :], other=0
+            )
         if PREFETCH:
             k_words = k_word
             v_words = v_word
@@ -388,7 +390,8 @@ def attention_kernel(
 def combine_kernel(
     partial_ptr, partial_lse_ptr, matrix_ptr, raw_ptr, raw_lse_ptr, out_ptr, lse_ptr, sinks_ptr, output_scale_ptr,
     partial_t, partial_h, partial_s, partial_lse_t, partial_lse_h, partial_lse_s,
-    raw_t, raw_h, raw_lse_t, raw_lse_h, out_t, out_h, lse_t, lse_h, num_rows, num_splits, gain, partial_lse_unit, raw_lse_unit,
+    raw_t, raw_h, raw_lse_t, raw_lse_h, out_t, out_h, lse_t, lse_h, num_rows, num_splits,
+    gain, partial_lse_unit, raw_lse_unit,
     NUM_HEADS: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, ROWS: tl.constexpr, SPLITS_AT_ONCE: tl.constexpr,
     ROTATED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -439,7 +442,20 @@ def combine_kernel(
         )  # fmt: skip
     else:
         store_rows(
-            y, out_row, row_mask, matrix_ptr, gain, None, None, output_scale_ptr, DV, DVP, ROWS, ROTATED, PRECISION, ROWS == 1
+            y,
+            out_row,
+            row_mask,
+            matrix_ptr,
+            gain,
+            None,
+            None,
+            output_scale_ptr,
+            DV,
+            DVP,
+            ROWS,
+            ROTATED,
+            PRECISION,
+            ROWS == 1,
         )
     if lse_ptr is not None:
         tl.store(lse_ptr + token * lse_t + head * lse_h, whole * LN2, mask=row_mask)
@@ -530,7 +546,7 @@ def attend(
     Launches one kernel if one split holds all keys, else two. Split results live in one buffer of torch's allocator, which
     belongs to the graph where the call is captured; nothing waits for the device or depends on what tensors hold.
     """
-    num_tokens, num_query_heads, head_size = query.shape
+    num_tokens, num_query_heads = query.shape[:2]
     num_seqs = seq_lens.shape[0]
     device = query.device
     if query.stride(2) != 1:
@@ -584,8 +600,17 @@ def attend(
             num_warps=config.num_warps,
         )  # fmt: skip
         if partial is not None and partial_lse is not None:
-            strides = (num_query_heads * num_splits * size_v, num_splits * size_v, size_v, num_query_heads * num_splits, num_splits, 1)
-            combine(partial, partial_lse, strides, num_splits, 1.0, raw, target, lse, layout, options.sinks, options.output_scale)
+            strides = (
+                num_query_heads * num_splits * size_v,
+                num_splits * size_v,
+                size_v,
+                num_query_heads * num_splits,
+                num_splits,
+                1,
+            )
+            combine(
+                partial, partial_lse, strides, num_splits, 1.0, raw, target, lse, layout, options.sinks, options.output_scale
+            )
 
 
 def combine(
@@ -600,10 +625,11 @@ def combine(
     layout: KVCacheLayout,
     sinks: torch.Tensor | None,
     output_scale: torch.Tensor | None,
+    gain: float = 1.0,
 ) -> None:
     """Launch `combine_kernel` over out [num_tokens, num_heads, head_size_v] and lse [num_tokens, num_heads].
 
-    strides: of partial (token, head, split) and partial_lse (token, head, split).
+    strides: of partial (token, head, split) and partial_lse (token, head, split); gain: multiplies the merged partial rows.
     """
     num_tokens, num_heads = out.shape[:2]
     fmt, size = layout.v_format, rotation.padded(layout.head_size_v)
@@ -618,7 +644,7 @@ def combine(
         sinks, output_scale, *strides,
         *((0, 0, 0, 0) if raw is None else (*raw.rows.stride()[:2], *raw.lse.stride())),
         out.stride(0), out.stride(1), *((0, 0) if lse is None else lse.stride()),
-        num_rows, num_splits, rotation.backward_gain(fmt.rotation, layout.head_size_v), partial_lse_unit, LOG2E.value,
+        num_rows, num_splits, gain * rotation.backward_gain(fmt.rotation, layout.head_size_v), partial_lse_unit, LOG2E.value,
         num_heads, layout.head_size_v, size, rows, at_once, matrix is not None, rotation.dot_precision(),
         num_warps=4 if rows == 1 or size <= 128 else 8,
     )  # fmt: skip

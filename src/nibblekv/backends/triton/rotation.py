@@ -45,7 +45,9 @@ def capture_safe(device: torch.device) -> Iterator[None]:
         return
     mode = ctypes.c_int(_RELAXED_CAPTURE)
     driver = ctypes.CDLL("libcuda.so.1" if torch.version.hip is None else "libamdhip64.so")
-    exchange = driver.cuThreadExchangeStreamCaptureMode if torch.version.hip is None else driver.hipThreadExchangeStreamCaptureMode
+    exchange = (
+        driver.cuThreadExchangeStreamCaptureMode if torch.version.hip is None else driver.hipThreadExchangeStreamCaptureMode
+    )
     exchange(ctypes.byref(mode))
     try:
         yield
@@ -120,3 +122,71 @@ def multiply(x, m, y, PRECISION: tl.constexpr, INTERPRET: tl.constexpr):
         x = x.to(tl.float32)
         m = m.to(tl.float32)
     return tl.dot(x, m, y, input_precision=PRECISION)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def rotate_kernel(
+    x_ptr, out_ptr, matrix_ptr, x_t, x_h, out_t, out_h, num_rows, gain,
+    NUM_HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
+    ROTATED: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """Write out[row] = gain * x[row] @ matrix for rows (token, head)."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    mask = row < num_rows
+    token = (row // NUM_HEADS).to(tl.int64)
+    head = row % NUM_HEADS
+    y = (
+        rotate_rows(x_ptr + token * x_t + head * x_h, mask, matrix_ptr, D, DP, ROWS, BLOCK_K, ROTATED, PRECISION, INTERPRET)
+        * gain
+    )
+    n = tl.arange(0, DP)
+    target = out_ptr + (token * out_t + head * out_h)[:, None] + n[None, :]
+    tl.store(target, y.to(out_ptr.dtype.element_ty), mask=mask[:, None] & (n < D)[None, :])
+
+
+def rotate(
+    x: torch.Tensor,
+    kind: RotationKind = "full",
+    *,
+    inverse: bool = False,
+    dtype: torch.dtype | None = None,
+    gain: float = 1.0,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return gain * R x (or R^-1 x) for every row of x, in one launch, products in float32.
+
+    Args:
+        x: [num_tokens, num_heads, head_size] or [num_rows, head_size] float16, bfloat16 or float32, the last
+            dimension contiguous.
+        kind: see `nibblekv.rotation`.
+        dtype: of the result; default x's.
+        out: a tensor to write, of x's shape; may be x itself.
+
+    Raises:
+        ValueError: number of dimensions, strides, or the shape of out.
+    """
+    if x.dim() not in (2, 3) or x.stride(-1) != 1:
+        raise ValueError(
+            f"x: expected 2 or 3 dimensions, the last contiguous, got shape {tuple(x.shape)}, strides {x.stride()}"
+        )
+    if out is None:
+        out = torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
+    elif out.shape != x.shape or out.stride(-1) != 1:
+        raise ValueError(f"out: expected shape {tuple(x.shape)}, the last dimension contiguous, got {tuple(out.shape)}")
+    rows, target = (x[:, None], out[:, None]) if x.dim() == 2 else (x, out)
+    num_tokens, num_heads, head_size = rows.shape
+    num_rows = num_tokens * num_heads
+    if num_rows == 0:
+        return out
+    size = padded(head_size)
+    block = 64 if size <= 256 else 32
+    with capture_safe(x.device):
+        m = matrix(kind, head_size, inverse, x.dtype, x.device) if kind != "none" else None
+        rotate_kernel[(triton.cdiv(num_rows, block),)](
+            rows, target, m, rows.stride(0), rows.stride(1), target.stride(0), target.stride(1), num_rows,
+            gain * (backward_gain if inverse else forward_gain)(kind, head_size),
+            num_heads, head_size, size, block, size if size <= 128 else 64, m is not None,
+            dot_precision(), interpreting(),
+            num_warps=4 if size <= 128 else 8,
+        )  # fmt: skip
+    return out
