@@ -37,6 +37,7 @@ from nibblekv.backends.triton.codec import (
     unpack_streams,
 )
 from nibblekv.backends.triton.geometry import geometry
+from nibblekv.backends.triton.launch import launch
 from nibblekv.backends.triton.rotation import rotate_rows
 from nibblekv.layout import KVCacheLayout
 from nibblekv.options import AttentionOptions
@@ -55,10 +56,10 @@ QUERY_GAIN = tl.constexpr(0.015625)
 INVARIANT_SPLIT = 2048
 MAX_SPLITS = 128
 # Programs per multiprocessor that splits aim at.
-SPLIT_WAVES = 8
+SPLIT_WAVES = 2
 # Up to so many rows `combine_kernel` takes one a program; beyond, 32, with dots.
 COMBINE_ROWS_AT_MOST = 4096
-PREFETCH, SPLIT_Q = True, True
+PREFETCH, SPLIT_Q = True, False
 
 
 @triton.jit
@@ -176,7 +177,7 @@ def _add_both(a0, b0, a1, b1):
     return a0 + a1, b0 + b1
 
 
-@triton.jit(do_not_specialize=["first_token", "num_q_tiles", "num_splits"])
+@triton.jit(do_not_specialize=["num_q_tiles", "num_splits"])
 def attention_kernel(
     query_ptr, codes_k_ptr, codes_v_ptr, words_ptr, block_table_ptr, seq_lens_ptr, query_start_ptr,
     k_matrix_ptr, v_matrix_ptr, partial_ptr, partial_lse_ptr, out_ptr, lse_ptr,
@@ -184,7 +185,7 @@ def attention_kernel(
     query_t, query_h, table_stride, out_t, out_h,
     k_offset, k_b, k_s, k_h, v_offset, v_b, v_s, v_h, kw_offset, kw_b, kw_s, kw_h, vw_offset, vw_b, vw_s, vw_h,
     score_scale, query_gain, out_gain, softcap, sliding_window, chunk_size, rswa_window, qq_stride,
-    first_token, num_q_tiles, num_splits,
+    num_q_tiles, num_splits,
     CHUNK_LOOKBACK: tl.constexpr, CAUSAL: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI_SQRT: tl.constexpr,
     NUM_MM: tl.constexpr, MM_CLAMP: tl.constexpr, PREFIX_ONLY: tl.constexpr, SPLIT_TOKENS: tl.constexpr,
     FINAL: tl.constexpr, SHARED_LIMIT: tl.constexpr, PREFETCH: tl.constexpr, SPLIT_Q: tl.constexpr,
@@ -197,8 +198,8 @@ def attention_kernel(
 ):  # fmt: skip
     """Attend one tile of rows to one split of the keys of a sequence; grid (sequences * q tiles, KV heads, splits).
 
-    Rows count from `first_token` of each sequence; token t of it lies at row query_start[b] + t of query and out. FINAL
-    writes out and lse; else the partial result [row, split, DVP] (rotated, normalised) and its log2-sum-exp.
+    Token t of sequence b lies at row query_start[b] + t of query and out; the query comes raw, or (K_ROTATED False) as
+    float32 already rotated. FINAL writes out and lse; else the partial result [row, split, DVP] (rotated, normalised) and its log2-sum-exp.
     CAUSAL: 1, 0, or 2 to read `causal_ptr`. PREFIX_ONLY leaves out the queries' own keys. SPLIT_TOKENS > 0 fixes splits.
     """
     D4: tl.constexpr = DP // 4
@@ -210,7 +211,7 @@ def attention_kernel(
     split = tl.program_id(2)
     q_begin = tl.load(query_start_ptr + seq).to(tl.int32)
     q_len = tl.load(query_start_ptr + seq + 1).to(tl.int32) - q_begin
-    token_tile = first_token + (tl.program_id(0) % num_q_tiles) * BLOCK_M // GROUP
+    token_tile = (tl.program_id(0) % num_q_tiles) * BLOCK_M // GROUP
     if token_tile >= q_len:
         return
     seq_len = tl.load(seq_lens_ptr + seq).to(tl.int32)
@@ -221,12 +222,12 @@ def attention_kernel(
         causal = seq_len * 0 + CAUSAL
 
     row = (tl.program_id(0) % num_q_tiles) * BLOCK_M + tl.arange(0, BLOCK_M)
-    token = first_token + row // GROUP
+    token = row // GROUP
     head = kv_head * GROUP + row % GROUP
     row_mask = token < q_len
     position = context_len + token
     last_row = (tl.program_id(0) % num_q_tiles) * BLOCK_M + BLOCK_M - 1
-    last_token = tl.minimum(first_token + last_row // GROUP, q_len - 1)
+    last_token = tl.minimum(last_row // GROUP, q_len - 1)
 
     key_end = context_len if PREFIX_ONLY else seq_len
     prefix, first, end = key_range(
@@ -264,6 +265,7 @@ def attention_kernel(
     a1 = tl.zeros([BLOCK_M, DV4], tl.float32)
     a2 = tl.zeros([BLOCK_M, DV4], tl.float32)
     a3 = tl.zeros([BLOCK_M, DV4], tl.float32)
+    K_BIASED: tl.constexpr = K_WORD != 2 or code_offset(K_CODE, ASM) != 0
     CENTRED: tl.constexpr = V_WORD != 2 or code_offset(V_CODE, ASM) != 0
     z = tl.zeros([BLOCK_M], tl.float32)
     # Zeros that the compiler does not know to be zeros: it would fold each tile's product into one long accumulation.
@@ -326,14 +328,22 @@ def attention_kernel(
             s = tl.dot(r2, c2, s)
             s = tl.dot(r3, c3, s)
         # A visible value row of NaN makes the score NaN, and so the row; a hidden one is masked with its score.
-        s = s * (k_scale * k_factor + poison)[None, :]
-        if K_WORD != 2 or code_offset(K_CODE, ASM) != 0:
-            s += q_sum[:, None] * (k_bias * score_scale)[None, :]
-        if not PLAIN:
+        k_factors = k_scale * k_factor + poison
+        log_scale = tl.log2(v_scale)
+        if PLAIN:
+            if K_BIASED:
+                s = s * k_factors[None, :] + (q_sum[:, None] * (k_bias * score_scale)[None, :] + log_scale[None, :])
+            else:
+                s = s * k_factors[None, :] + log_scale[None, :]
+        else:
+            s = s * k_factors[None, :]
+            if K_BIASED:
+                s += q_sum[:, None] * (k_bias * score_scale)[None, :]
             s = modify_scores(
                 s, position[:, None], k[None, :], context_len, token, row_mask, head, softcap, alibi_ptr, qq_bias_ptr,
                 qq_stride, SOFTCAP, ALIBI_SQRT,
             )  # fmt: skip
+            s += log_scale[None, :]
         if SHARED_LIMIT:
             s = tl.where((k < key_end)[None, :], s, -INF)
         else:
@@ -343,16 +353,17 @@ def attention_kernel(
             )  # fmt: skip
             s = tl.where(mask & (k < key_end)[None, :], s, -INF)
 
-        m_new = tl.maximum(m, tl.max(s + tl.log2(v_scale)[None, :], 1) - HEADROOM)
+        m_new = tl.maximum(m, tl.max(s, 1) - HEADROOM)
         alpha = tl.exp2(m - m_new)
-        p = tl.exp2(s - m_new[:, None])
+        scaled_p = tl.exp2(s - m_new[:, None])  # p * v_scale
         m = m_new
-        weight = (p * v_scale[None, :]).to(tl.float16)
+        weight = scaled_p.to(tl.float16)
         c0, c1, c2, c3 = unpack_streams(v_codes, V_CODE, ASM)
         a0 = a0 * alpha[:, None] + tl.dot(weight, c0, nothing)
         a1 = a1 * alpha[:, None] + tl.dot(weight, c1, nothing)
         a2 = a2 * alpha[:, None] + tl.dot(weight, c2, nothing)
         a3 = a3 * alpha[:, None] + tl.dot(weight, c3, nothing)
+        p = scaled_p * (1.0 / v_scale)[None, :]
         if CENTRED:
             p_sum, bias_sum = tl.reduce((p, weight.to(tl.float32) * v_ratio[None, :]), 1, _add_both)
             z = z * alpha + bias_sum
@@ -386,12 +397,11 @@ def attention_kernel(
         tl.store(partial_lse_ptr + index, log_sum, mask=row_mask)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_splits"])
+@triton.jit(do_not_specialize=["partial_t", "partial_h", "partial_lse_t", "partial_lse_h", "num_rows", "num_splits"])
 def combine_kernel(
     partial_ptr, partial_lse_ptr, matrix_ptr, raw_ptr, raw_lse_ptr, out_ptr, lse_ptr, sinks_ptr, output_scale_ptr,
-    partial_t, partial_h, partial_s, partial_lse_t, partial_lse_h, partial_lse_s,
-    raw_t, raw_h, raw_lse_t, raw_lse_h, out_t, out_h, lse_t, lse_h, num_rows, num_splits,
-    gain, partial_lse_unit, raw_lse_unit,
+    partial_s, partial_lse_s, raw_t, raw_h, raw_lse_t, raw_lse_h, out_t, out_h, lse_t, lse_h,
+    gain, partial_lse_unit, raw_lse_unit, partial_t, partial_h, partial_lse_t, partial_lse_h, num_rows, num_splits,
     NUM_HEADS: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, ROWS: tl.constexpr, SPLITS_AT_ONCE: tl.constexpr,
     ROTATED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -494,6 +504,7 @@ class Config:
     num_stages: int
     num_splits: int
     split_tokens: int
+    max_registers: int | None = None
 
 
 @functools.cache
@@ -512,12 +523,12 @@ def choose_config(
     """
     group = num_query_heads // layout.num_kv_heads
     widest = max(rotation.padded(layout.head_size), rotation.padded(layout.head_size_v))
-    rows = group if invariant else group * max_query_len
-    block_m = max(16, triton.next_power_of_2(group), min(triton.next_power_of_2(rows), 64 if widest <= 256 else 32))
+    # 64 rows would be a warpgroup product, whose operand must be staged in shared memory: measured wrong and no faster.
+    block_m = 16 if invariant or group * max_query_len <= 16 else 32
     bits = max(layout.k_format.bits, layout.v_format.bits)
-    tile = 128 if widest * bits <= 512 and block_m <= 16 else (64 if widest <= 256 else 32)
-    num_warps = 4 if block_m * widest <= 64 * 128 else 8
-    stages = 3 if widest <= 256 else 2
+    tile = 128 if widest * bits <= 512 and block_m == 16 else (64 if widest <= 256 else 32)
+    num_warps = 4 if widest <= 256 else 8
+    stages = 5 if widest <= 128 else 3
     if invariant:
         return Config(block_m, tile, num_warps, stages, triton.cdiv(max_seq_len, INVARIANT_SPLIT), INVARIANT_SPLIT)
     programs = num_seqs * layout.num_kv_heads * triton.cdiv(group * max_query_len, block_m)
@@ -564,50 +575,56 @@ def attend(
     plain_mask = options.sliding_window == 0 and options.rswa_prefix_lens is None and options.chunk_lookback < 0
     plain_mask = plain_mask and options.mm_prefix_ranges is None
     shared = plain_mask and (max_query_len == 1 or raw is not None or options.causal is False)
-    causal = options.causal
-    with rotation.capture_safe(device):
-        constants = _kernel_constants(layout, query.dtype, device, options.softmax_scale)
+    causal, ranges, qq_bias = options.causal, options.mm_prefix_ranges, options.qq_bias
+    per_seq = isinstance(causal, torch.Tensor)
+    target = out.view(torch.uint8) if options.output_scale is not None else out
     partial = partial_lse = None
     if not final:
         values = num_tokens * num_query_heads * num_splits * size_v
         partial = torch.empty(values + num_tokens * num_query_heads * num_splits, dtype=torch.float32, device=device)
         partial_lse = partial[values:]
-    target = out.view(torch.uint8) if options.output_scale is not None else out
-    ranges = options.mm_prefix_ranges
-    qq_bias = None if options.qq_bias is None else options.qq_bias.contiguous()
     with rotation.capture_safe(device):
-        attention_kernel[(num_seqs * num_q_tiles, layout.num_kv_heads, num_splits)](
-            query, kv_cache.view(constants.k_dtype), kv_cache.view(constants.v_dtype), kv_cache.view(torch.int32),
-            block_table, seq_lens, query_start_loc,
-            constants.k_matrix, constants.v_matrix, partial, partial_lse,
-            target if final else None, lse if final else None,
-            causal.view(torch.uint8) if isinstance(causal, torch.Tensor) else None,
-            options.rswa_prefix_lens, options.alibi_slopes, options.sinks if final else None, qq_bias,
-            None if ranges is None else ranges.contiguous(), options.output_scale if final else None,
-            query.stride(0), query.stride(1), block_table.stride(0), out.stride(0), out.stride(1),
-            *places.k_codes, *places.v_codes, *places.k_words, *places.v_words,
-            constants.cap_scale if options.softcap > 0 else constants.score_scale, constants.query_gain, constants.out_gain,
-            options.softcap, options.sliding_window, options.chunk_size, options.rswa_window,
-            0 if qq_bias is None else qq_bias.shape[1], 0, num_q_tiles, num_splits,
-            options.chunk_lookback, 2 if isinstance(causal, torch.Tensor) else int(causal), options.softcap > 0,
-            options.alibi_sqrt, 0 if ranges is None else ranges.shape[1], options.mm_prefix_clamp, raw is not None,
-            config.split_tokens, final, shared, PREFETCH, SPLIT_Q,
-            layout.num_kv_heads, group, layout.block_size,
-            *constants.k, *constants.v,
-            K_ALIGN=places.k_align, V_ALIGN=places.v_align,
-            BLOCK_M=config.block_m, TILE=config.tile, STAGES=config.num_stages, ASM=rotation.uses_nvidia_assembly(),
-            PRECISION=rotation.dot_precision(), INTERPRET=rotation.interpreting(),
+        fixed = _fixed_arguments(layout, query.dtype, device, options.softmax_scale)
+        rotated = layout.k_format.rotation != "none"
+        # A program that rotates its queries reads a matrix first (4 us): many programs read rotated queries instead.
+        many = num_seqs * num_q_tiles * layout.num_kv_heads * num_splits >= multiprocessors(device)
+        matrix, query_gain = fixed.k_matrix, fixed.query_gain
+        if rotated and many and not options.batch_invariant:
+            query = rotation.rotate(query, layout.k_format.rotation, dtype=torch.float32, gain=fixed.orthonormal_gain)
+            rotated, matrix, query_gain = False, None, 1.0
+        launch(
+            attention_kernel,
+            (num_seqs * num_q_tiles, layout.num_kv_heads, num_splits),
+            (
+                query, kv_cache.view(fixed.k_dtype), kv_cache.view(fixed.v_dtype), kv_cache.view(torch.int32),
+                block_table, seq_lens, query_start_loc, matrix, fixed.v_matrix if final else None, partial, partial_lse,
+                target if final else None, lse if final else None,
+                causal.view(torch.uint8) if isinstance(causal, torch.Tensor) else None,
+                options.rswa_prefix_lens, options.alibi_slopes, options.sinks if final else None,
+                None if qq_bias is None else qq_bias.contiguous(), None if ranges is None else ranges.contiguous(),
+                options.output_scale if final else None,
+            ),
+            (
+                query.stride(0), query.stride(1), block_table.stride(0), out.stride(0), out.stride(1),
+                *places.k_codes, *places.v_codes, *places.k_words, *places.v_words,
+                fixed.natural_scale if options.softcap > 0 else fixed.score_scale, query_gain, fixed.out_gain,
+                options.softcap, options.sliding_window, options.chunk_size, options.rswa_window,
+                0 if qq_bias is None else qq_bias.shape[1],
+            ),
+            (num_q_tiles, num_splits),
+            (
+                options.chunk_lookback, 2 if per_seq else int(bool(causal)), options.softcap > 0, options.alibi_sqrt,
+                0 if ranges is None else ranges.shape[1], options.mm_prefix_clamp, raw is not None,
+                config.split_tokens, final, shared, PREFETCH, SPLIT_Q, layout.num_kv_heads, group, layout.block_size,
+                *fixed.k, rotated, *fixed.v, places.k_align, places.v_align,
+                config.block_m, config.tile, config.num_stages, fixed.asm, fixed.precision, rotation.interpreting(),
+            ),
             num_warps=config.num_warps,
+            **({"maxnreg": config.max_registers} if config.max_registers and fixed.asm else {}),
         )  # fmt: skip
         if partial is not None and partial_lse is not None:
-            strides = (
-                num_query_heads * num_splits * size_v,
-                num_splits * size_v,
-                size_v,
-                num_query_heads * num_splits,
-                num_splits,
-                1,
-            )
+            row = num_splits * size_v
+            strides = (num_query_heads * row, row, size_v, num_query_heads * num_splits, num_splits, 1)
             combine(
                 partial, partial_lse, strides, num_splits, 1.0, raw, target, lse, layout, options.sinks, options.output_scale
             )
@@ -634,53 +651,66 @@ def combine(
     num_tokens, num_heads = out.shape[:2]
     fmt, size = layout.v_format, rotation.padded(layout.head_size_v)
     num_rows = num_tokens * num_heads
-    rows = 1 if num_rows <= COMBINE_ROWS_AT_MOST else 32
+    rows = 1 if num_rows <= COMBINE_ROWS_AT_MOST else 16
     matrix = None
     if fmt.rotation != "none":
         matrix = rotation.matrix(fmt.rotation, layout.head_size_v, True, torch.bfloat16, out.device)
     at_once = max(1, min(triton.next_power_of_2(num_splits), 8192 // (rows * size)))
-    combine_kernel[(triton.cdiv(num_rows, rows),)](
-        partial, partial_lse, matrix, None if raw is None else raw.rows, None if raw is None else raw.lse, out, lse,
-        sinks, output_scale, *strides,
-        *((0, 0, 0, 0) if raw is None else (*raw.rows.stride()[:2], *raw.lse.stride())),
-        out.stride(0), out.stride(1), *((0, 0) if lse is None else lse.stride()),
-        num_rows, num_splits, gain * rotation.backward_gain(fmt.rotation, layout.head_size_v), partial_lse_unit, LOG2E.value,
-        num_heads, layout.head_size_v, size, rows, at_once, matrix is not None, rotation.dot_precision(),
+    launch(
+        combine_kernel,
+        (triton.cdiv(num_rows, rows),),
+        (
+            partial, partial_lse, matrix, None if raw is None else raw.rows, None if raw is None else raw.lse, out, lse,
+            sinks, output_scale,
+        ),
+        (
+            strides[2], strides[5], *((0, 0, 0, 0) if raw is None else (*raw.rows.stride()[:2], *raw.lse.stride())),
+            out.stride(0), out.stride(1), *((0, 0) if lse is None else lse.stride()),
+            gain * rotation.backward_gain(fmt.rotation, layout.head_size_v), partial_lse_unit, LOG2E.value,
+        ),
+        (strides[0], strides[1], strides[3], strides[4], num_rows, num_splits),
+        (num_heads, layout.head_size_v, size, rows, at_once, matrix is not None, rotation.dot_precision()),
         num_warps=4 if rows == 1 or size <= 128 else 8,
     )  # fmt: skip
 
 
 @dataclass(frozen=True)
-class _Constants:
+class _Fixed:
     k_matrix: torch.Tensor | None
     v_matrix: torch.Tensor | None
     k_dtype: torch.dtype
     v_dtype: torch.dtype
     query_gain: float
+    orthonormal_gain: float
     out_gain: float
     score_scale: float
-    cap_scale: float
-    k: tuple[int, int, int, int, bool]
+    natural_scale: float
+    k: tuple[int, int, int, int]
     v: tuple[int, int, int, int, bool]
+    asm: bool
+    precision: str
 
 
 @functools.lru_cache(maxsize=256)
-def _kernel_constants(layout: KVCacheLayout, dtype: torch.dtype, device: torch.device, softmax_scale: float) -> _Constants:
-    """Everything that depends on layout and dtype only. The query is held orthonormal, times QUERY_GAIN."""
+def _fixed_arguments(layout: KVCacheLayout, dtype: torch.dtype, device: torch.device, softmax_scale: float) -> _Fixed:
+    """Return what depends on layout and dtype only. The query is held orthonormal, times QUERY_GAIN."""
     k_fmt, v_fmt = layout.k_format, layout.v_format
     k_rotated, v_rotated = k_fmt.rotation != "none", v_fmt.rotation != "none"
     root = math.sqrt(rotation.inverse_gain(k_fmt.rotation, layout.head_size))
     score = softmax_scale * root / QUERY_GAIN.value
     words = {2: torch.int16, 4: torch.int32}
-    return _Constants(
+    return _Fixed(
         rotation.matrix(k_fmt.rotation, layout.head_size, False, dtype, device) if k_rotated else None,
         rotation.matrix(v_fmt.rotation, layout.head_size_v, True, torch.bfloat16, device) if v_rotated else None,
         words[read_word_bytes(k_fmt)],
         words[read_word_bytes(v_fmt)],
         rotation.forward_gain(k_fmt.rotation, layout.head_size) * root * QUERY_GAIN.value,
+        root * QUERY_GAIN.value,
         rotation.backward_gain(v_fmt.rotation, layout.head_size_v),
         score * LOG2E.value,
         score,
-        (layout.head_size, rotation.padded(layout.head_size), *format_constants(k_fmt), k_rotated),
+        (layout.head_size, rotation.padded(layout.head_size), *format_constants(k_fmt)),
         (layout.head_size_v, rotation.padded(layout.head_size_v), *format_constants(v_fmt), v_rotated),
+        rotation.uses_nvidia_assembly(),
+        rotation.dot_precision(),
     )

@@ -208,7 +208,7 @@ def unpack_scale_ratio(words, CODE: tl.constexpr, WORD: tl.constexpr, ASM: tl.co
     scale = tl.where(finite, scale, 0.0)
     bias = tl.where(finite, bias, 0.0)
     if WORD == SCALE_MIN:
-        scale = tl.maximum(scale, tl.maximum(tl.abs(bias) * 9.5367431640625e-07, FLOOR))
+        scale = tl.maximum(scale, tl.maximum(tl.abs(bias) * 0.0009765625, FLOOR))
         ratio = bias / scale
     elif WORD == SCALE_ZERO:
         scale = tl.maximum(scale, FLOOR)

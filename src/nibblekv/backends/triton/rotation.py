@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from nibblekv.backends.triton.launch import launch
 from nibblekv.rotation import RotationKind, inverse_gain, rotation_factors, rotation_matrix
 
 _RELAXED_CAPTURE = 2
@@ -126,7 +127,7 @@ def multiply(x, m, y, PRECISION: tl.constexpr, INTERPRET: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_rows"])
 def rotate_kernel(
-    x_ptr, out_ptr, matrix_ptr, x_t, x_h, out_t, out_h, num_rows, gain,
+    x_ptr, out_ptr, matrix_ptr, x_t, x_h, out_t, out_h, gain, num_rows,
     NUM_HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
     ROTATED: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
@@ -179,14 +180,22 @@ def rotate(
     if num_rows == 0:
         return out
     size = padded(head_size)
-    block = 64 if size <= 256 else 32
+    block = (64 if size <= 256 else 32) if num_rows >= 8192 else 16
     with capture_safe(x.device):
         m = matrix(kind, head_size, inverse, x.dtype, x.device) if kind != "none" else None
-        rotate_kernel[(triton.cdiv(num_rows, block),)](
-            rows, target, m, rows.stride(0), rows.stride(1), target.stride(0), target.stride(1), num_rows,
-            gain * (backward_gain if inverse else forward_gain)(kind, head_size),
-            num_heads, head_size, size, block, size if size <= 128 else 64, m is not None,
-            dot_precision(), interpreting(),
+        launch(
+            rotate_kernel,
+            (triton.cdiv(num_rows, block),),
+            (rows, target, m),
+            (
+                rows.stride(0), rows.stride(1), target.stride(0), target.stride(1),
+                gain * (backward_gain if inverse else forward_gain)(kind, head_size),
+            ),
+            (num_rows,),
+            (
+                num_heads, head_size, size, block, size if size <= 128 else 64, m is not None,
+                dot_precision(), interpreting(),
+            ),
             num_warps=4 if size <= 128 else 8,
         )  # fmt: skip
     return out
