@@ -199,7 +199,8 @@ def attention_kernel(
     """Attend one tile of rows to one split of the keys of a sequence; grid (sequences * q tiles, KV heads, splits).
 
     Token t of sequence b lies at row query_start[b] + t of query and out; the query comes raw, or (K_ROTATED False) as
-    float32 already rotated. FINAL writes out and lse; else the partial result [row, split, DVP] (rotated, normalised) and its log2-sum-exp.
+    float32 already rotated. FINAL writes out and lse; else the partial result [row, split, DVP] (rotated, normalised) and
+    its log2-sum-exp.
     CAUSAL: 1, 0, or 2 to read `causal_ptr`. PREFIX_ONLY leaves out the queries' own keys. SPLIT_TOKENS > 0 fixes splits.
     """
     D4: tl.constexpr = DP // 4
@@ -397,7 +398,9 @@ def attention_kernel(
         tl.store(partial_lse_ptr + index, log_sum, mask=row_mask)
 
 
-@triton.jit(do_not_specialize=["partial_t", "partial_h", "partial_lse_t", "partial_lse_h", "num_rows", "num_splits"])
+@triton.jit(
+    do_not_specialize=["partial_t", "partial_h", "partial_lse_t", "partial_lse_h", "num_rows", "num_splits"]
+)
 def combine_kernel(
     partial_ptr, partial_lse_ptr, matrix_ptr, raw_ptr, raw_lse_ptr, out_ptr, lse_ptr, sinks_ptr, output_scale_ptr,
     partial_s, partial_lse_s, raw_t, raw_h, raw_lse_t, raw_lse_h, out_t, out_h, lse_t, lse_h,
@@ -523,11 +526,12 @@ def choose_config(
     """
     group = num_query_heads // layout.num_kv_heads
     widest = max(rotation.padded(layout.head_size), rotation.padded(layout.head_size_v))
-    # 64 rows would be a warpgroup product, whose operand must be staged in shared memory: measured wrong and no faster.
-    block_m = 16 if invariant or group * max_query_len <= 16 else 32
+    # Always one row of tensor-core tiles: with 32 rows Triton 3.6 spills (3.4 times the instructions a value), with 64 it
+    # takes warpgroup products and the result was wrong. Programs of one sequence share its pages through the L2 cache.
+    block_m = 16
     bits = max(layout.k_format.bits, layout.v_format.bits)
-    tile = 128 if widest * bits <= 512 and block_m == 16 else (64 if widest <= 256 else 32)
-    num_warps = 4 if widest <= 256 else 8
+    tile = 128 if 64 * bits < widest * bits <= 1024 else 64
+    num_warps = 2 if widest == 64 else (4 if widest <= 256 else 8)
     stages = 5 if widest <= 128 else 3
     if invariant:
         return Config(block_m, tile, num_warps, stages, triton.cdiv(max_seq_len, INVARIANT_SPLIT), INVARIANT_SPLIT)

@@ -144,6 +144,7 @@ def dense_kernel(
     if prefix > key_begin:
         first = key_begin
     first = tl.maximum(first, key_begin)
+    end = tl.minimum(end, key_end)
 
     d = tl.arange(0, DP)
     dv = tl.arange(0, DVP)
