@@ -43,11 +43,16 @@ def test_compiled_step_has_no_graph_break_and_equals_eager() -> None:
 
     def step(kv_cache: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
         torch.ops.nibblekv.reshape_and_cache(key, value, kv_cache, slots, name, BACKEND)
-        return torch_ops.paged_attention(query * 2, kv_cache, table, lens, starts, name, sliding_window=11, backend=BACKEND) + 1
+        return (
+            torch_ops.paged_attention(query * 2, kv_cache, table, lens, starts, name, sliding_window=11, backend=BACKEND) + 1
+        )
 
     expected_cache = layout.allocate(3)
     nibblekv.reshape_and_cache(key, value, expected_cache, slots, layout, backend=BACKEND)
-    expected = nibblekv.paged_attention(query * 2, expected_cache, table, lens, starts, layout, sliding_window=11, backend=BACKEND) + 1
+    expected = (
+        nibblekv.paged_attention(query * 2, expected_cache, table, lens, starts, layout, sliding_window=11, backend=BACKEND)
+        + 1
+    )
     out = torch.compile(step, fullgraph=True, backend="aot_eager")(kv_cache, query)
     assert torch.equal(kv_cache, expected_cache)
     torch.testing.assert_close(out, expected)
@@ -59,8 +64,12 @@ def test_out_variant_writes_out_and_lse() -> None:
     nibblekv.reshape_and_cache(key, value, kv_cache, slots, layout, backend=BACKEND)
     where = (torch.tensor([[0, 1, 2]]), torch.tensor([20]), torch.tensor([0, 3]))
     out, lse = torch.full((3, 4, 32), torch.nan), torch.full((3, 4), torch.nan)
-    torch.ops.nibblekv.paged_attention_out(out, lse, query, kv_cache, *where, torch_ops.layout_key(layout), softcap=3.0, backend=BACKEND)
-    expected, expected_lse = nibblekv.paged_attention(query, kv_cache, *where, layout, softcap=3.0, return_lse=True, backend=BACKEND)
+    torch.ops.nibblekv.paged_attention_out(
+        out, lse, query, kv_cache, *where, torch_ops.layout_key(layout), softcap=3.0, backend=BACKEND
+    )
+    expected, expected_lse = nibblekv.paged_attention(
+        query, kv_cache, *where, layout, softcap=3.0, return_lse=True, backend=BACKEND
+    )
     assert torch.equal(out, expected)
     assert torch.equal(lse, expected_lse)
 
@@ -70,6 +79,7 @@ def test_schema_says_what_is_mutated() -> None:
     layout = LAYOUTS["planar"]
     key, value, _, kv_cache, slots = _call(layout)
     torch.library.opcheck(
-        torch.ops.nibblekv.reshape_and_cache.default, (key, value, kv_cache, slots, torch_ops.layout_key(layout), BACKEND),
+        torch.ops.nibblekv.reshape_and_cache.default,
+        (key, value, kv_cache, slots, torch_ops.layout_key(layout), BACKEND),
         test_utils=("test_schema", "test_faketensor"),
     )

@@ -45,10 +45,16 @@ class Launch:
         text = self._cuobjdump("--dump-resource-usage")
         return {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
 
-    def instructions(self) -> list[str]:
-        """SASS instructions of an NVIDIA binary, in order."""
-        text = self._cuobjdump("--dump-sass")
-        return re.findall(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", text)
+    def longest_loop(self) -> list[str]:
+        """SASS instructions of the longest loop of an NVIDIA binary."""
+        found = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", self._cuobjdump("--dump-sass"))
+        code = [(int(address, 16), text) for address, text in found]
+        loops = [
+            [text for at, text in code if int(jump.group(1), 16) <= at <= address]
+            for address, text in code
+            if (jump := re.search(r"BRA.* (0x[0-9a-f]+)", text)) and int(jump.group(1), 16) < address
+        ]
+        return max(loops, key=len)
 
     def _cuobjdump(self, option: str) -> str:
         tool = triton.knobs.nvidia.cuobjdump.path
@@ -76,6 +82,7 @@ def compiling_for(target: GPUTarget) -> Iterator[list[Launch]]:
     driver.get_current_target.return_value = target
     driver.get_current_device.return_value = str(target)
     nvidia = target.backend == "cuda"
+    attention._fixed_arguments.cache_clear()  # holds what depends on the target
     with (
         mock.patch.object(triton.runtime.driver, "_active", driver),
         mock.patch.object(JITFunction, "run", compile_only),

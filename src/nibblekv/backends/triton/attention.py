@@ -398,9 +398,7 @@ def attention_kernel(
         tl.store(partial_lse_ptr + index, log_sum, mask=row_mask)
 
 
-@triton.jit(
-    do_not_specialize=["partial_t", "partial_h", "partial_lse_t", "partial_lse_h", "num_rows", "num_splits"]
-)
+@triton.jit(do_not_specialize=["partial_t", "partial_h", "partial_lse_t", "partial_lse_h", "num_rows", "num_splits"])
 def combine_kernel(
     partial_ptr, partial_lse_ptr, matrix_ptr, raw_ptr, raw_lse_ptr, out_ptr, lse_ptr, sinks_ptr, output_scale_ptr,
     partial_s, partial_lse_s, raw_t, raw_h, raw_lse_t, raw_lse_h, out_t, out_h, lse_t, lse_h,
