@@ -1,0 +1,1 @@
+"""Decode attention for Hopper (compute capability 9.0), kept beside the portable backend for the pages it is made for."""
