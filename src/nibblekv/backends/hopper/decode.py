@@ -136,11 +136,11 @@ def _rotate_query(address, lane, valid, factor, SIGNS: gl.constexpr, D: gl.const
     return fragments, unscale * 16777216.0, total * unscale
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["num_kv_heads", "num_splits", "window"])
 def decode_kernel(
     query, kv_cache, block_table, seq_lens, query_start_loc, partial, partial_lse,
     query_token_stride, query_head_stride, block_stride, head_stride, table_stride, factor, window,
-    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, QUERY_LEN: gl.constexpr, SPLITS: gl.constexpr,
+    num_kv_heads, num_splits, GROUP: gl.constexpr, QUERY_LEN: gl.constexpr,
     D: gl.constexpr, BLOCK: gl.constexpr, T: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, HALF: gl.constexpr, SIGNS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
@@ -160,9 +160,11 @@ def decode_kernel(
     lane = gl.arange(0, 32, LANES)
     g, t = lane >> 2, lane & 3
     pid = gl.program_id(0)
-    head = pid % KV_HEADS
-    split = pid // KV_HEADS % SPLITS
-    seq = pid // (KV_HEADS * SPLITS)
+    head = pid % num_kv_heads
+    split = pid // num_kv_heads % num_splits
+    seq = pid // (num_kv_heads * num_splits)
+    if PDL:
+        ptx.wait_for_dependency(lane)
     seq_len = gl.load(seq_lens + seq).to(gl.int32)
     query_start = gl.load(query_start_loc + seq).to(gl.int32)
     query_len = gl.load(query_start_loc + seq + 1).to(gl.int32) - query_start
@@ -171,8 +173,8 @@ def decode_kernel(
     first_visible = gl.maximum(first_position - window + 1, 0) if WINDOW else 0
     tiles_begin = first_visible // T
     tiles = gl.cdiv(seq_len, T) - tiles_begin
-    begin = tiles_begin + split * tiles // SPLITS
-    end = tiles_begin + (split + 1) * tiles // SPLITS
+    begin = tiles_begin + split * tiles // num_splits
+    end = tiles_begin + (split + 1) * tiles // num_splits
     count = gl.maximum(end - begin, 0)
     # Tiles in [full_begin, full_end) are visible to every query of the sequence.
     full_end = (first_position + 1) // T if CAUSAL else seq_len // T
@@ -344,7 +346,7 @@ def decode_kernel(
                 rescaled = rescaled + (accumulator[4 * m] * f, accumulator[4 * m + 1],
                                        accumulator[4 * m + 2] * f, accumulator[4 * m + 3])
             else:
-                f0, f1 = decay[m // MT * 2] * shrink, decay[m // MT * 2 + 1] * shrink
+                f0, f1 = decay[m % NT * 2] * shrink, decay[m % NT * 2 + 1] * shrink
                 rescaled = rescaled + (accumulator[4 * m] * f0, accumulator[4 * m + 1] * f1,
                                        accumulator[4 * m + 2] * f0, accumulator[4 * m + 3] * f1)
         accumulator = rescaled
@@ -412,8 +414,8 @@ def decode_kernel(
             column = n // 2 * 8 + 2 * t + n % 2
         row = column // GROUP
         valid = (column < COLUMNS) & (row < query_len)
-        index = (query_start + row) * (KV_HEADS * GROUP) + head * GROUP + column % GROUP
-        index = (index * SPLITS + split).to(gl.int64)
+        index = (query_start + row) * (num_kv_heads * GROUP) + head * GROUP + column % GROUP
+        index = (index * num_splits + split).to(gl.int64)
         address = partial.to(gl.int64) + (index * D + g * (D // 8)) * 4
         unit = _as_float(reference) * 16777216.0 * inverse
         z = z * inverse
@@ -432,10 +434,10 @@ def decode_kernel(
         gl.store(partial_lse + index, top[n] - 15.0 + gl.log2(s), mask=valid & (g == 0))
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["num_splits"])
 def combine_kernel(
     partial, partial_lse, out, lse, out_token_stride, out_head_stride, gain,
-    HEADS: gl.constexpr, SPLITS: gl.constexpr, D: gl.constexpr, SIGNS: gl.constexpr, ROWS: gl.constexpr,
+    num_splits, HEADS: gl.constexpr, D: gl.constexpr, SIGNS: gl.constexpr, ROWS: gl.constexpr,
     LSE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     WARPS: gl.constexpr = gl.num_warps()
@@ -448,26 +450,29 @@ def combine_kernel(
     r = gl.arange(0, ROWS, ROW)
     if PDL:
         ptx.wait_for_dependency(r)
-    base = row.to(gl.int64) * SPLITS
-    best = gl.full([ROWS], float("-inf"), gl.float32, ROW)
-    for first in range(0, SPLITS, ROWS):
-        best = gl.maximum(best, gl.load(partial_lse + base + first + r, mask=first + r < SPLITS, other=float("-inf")))
-    top = gl.max(best, 0)
-    top = gl.where(top == float("-inf"), 0.0, top)
+    base = row.to(gl.int64) * num_splits
+    # Every slot merges its own splits first: the loads of a step depend on nothing, and rows meet once, at the end.
+    top = gl.full([ROWS], _LOW, gl.float32, ROW)
     weight = gl.full([ROWS], 0.0, gl.float32, ROW)
     value = gl.full([ROWS, D], 0.0, gl.float32, TILE)
-    for first in range(0, SPLITS, ROWS):
-        split_lse = gl.load(partial_lse + base + first + r, mask=first + r < SPLITS, other=float("-inf"))
-        w = gl.exp2(split_lse - top)
+    for first in range(0, num_splits, ROWS):
+        inside = first + r < num_splits
+        split_lse = gl.load(partial_lse + base + first + r, mask=inside, other=float("-inf"))
         rows = gl.load(
-            partial + (base + first + r)[:, None] * D + dim[None, :],
-            mask=(split_lse != float("-inf"))[:, None] & (dim >= 0)[None, :],
-            other=0.0,
+            partial + (base + first + r)[:, None] * D + dim[None, :], mask=inside[:, None] & (dim >= 0)[None, :], other=0.0
         )
-        weight += w
-        value += rows * w[:, None]
-    total = gl.sum(weight, 0)
-    y = gl.sum(value, 0) * gl.where(total == 0.0, 0.0, gain / total)
+        best = gl.maximum(top, split_lse)
+        decay = gl.exp2(top - best)
+        w = gl.exp2(split_lse - best)
+        # A split that saw nothing has written no row.
+        rows = gl.where((split_lse == float("-inf"))[:, None], 0.0, rows)
+        weight = weight * decay + w
+        value = value * decay[:, None] + rows * w[:, None]
+        top = best
+    best = gl.max(top, 0)
+    scale = gl.exp2(top - best)
+    total = gl.sum(weight * scale, 0)
+    y = gl.sum(value * scale[:, None], 0) * gl.where(total == 0.0, 0.0, gain / total)
     y = ptx.hadamard_in_lane(y, V)
     lane = dim // V
     for bit in gl.static_range(5):
@@ -478,4 +483,4 @@ def combine_kernel(
     token, head = row // HEADS, row % HEADS
     gl.store(out + token.to(gl.int64) * out_token_stride + head * out_head_stride + dim, y.to(out.dtype.element_ty))
     if LSE:
-        gl.store(lse + row, (top + gl.log2(total)) * 0.6931471805599453)
+        gl.store(lse + row, (best + gl.log2(total)) * 0.6931471805599453)

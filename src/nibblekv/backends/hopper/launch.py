@@ -109,13 +109,13 @@ def decode(
         query, kv_cache, block_table, seq_lens, query_start_loc, partial, partial_lse,
         query.stride(0), query.stride(1), kv_cache.stride(0), kv_cache.stride(1), block_table.stride(0),
         options.softmax_scale * LOG2_E / math.sqrt(head_size), options.sliding_window,
-        num_kv_heads, group, max_query_len, splits, head_size, layout.block_size, parameters.tile, parameters.stages,
+        num_kv_heads, splits, group, max_query_len, head_size, layout.block_size, parameters.tile, parameters.stages,
         bool(options.causal), options.sliding_window > 0, query.dtype == torch.float16, signs, parameters.dependent,
-        num_warps=1,
+        num_warps=1, launch_pdl=parameters.dependent,
     )  # fmt: skip
     combine_kernel[(num_tokens * num_query_heads,)](
         partial, partial_lse, out, lse if lse is not None else partial_lse, out.stride(0), out.stride(1),
-        1.0 / math.sqrt(head_size), num_query_heads, splits, head_size, signs, parameters.merge_rows,
+        1.0 / math.sqrt(head_size), splits, num_query_heads, head_size, signs, parameters.merge_rows,
         lse is not None, parameters.dependent, num_warps=parameters.merge_warps, launch_pdl=parameters.dependent,
     )  # fmt: skip
 
