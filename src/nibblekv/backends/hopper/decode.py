@@ -165,6 +165,7 @@ def decode_kernel(
     seq = pid // (num_kv_heads * num_splits)
     if PDL:
         ptx.wait_for_dependency(lane)
+        ptx.launch_dependents(lane)
     seq_len = gl.load(seq_lens + seq).to(gl.int32)
     query_start = gl.load(query_start_loc + seq).to(gl.int32)
     query_len = gl.load(query_start_loc + seq + 1).to(gl.int32) - query_start
@@ -396,8 +397,6 @@ def decode_kernel(
             stage = 0
             phase ^= 1
     memory._keep_alive()
-    if PDL:
-        ptx.launch_dependents(lane)
 
     for n in gl.static_range(NC):
         s, z = total[n], offset[n]
@@ -450,6 +449,7 @@ def combine_kernel(
     r = gl.arange(0, ROWS, ROW)
     if PDL:
         ptx.wait_for_dependency(r)
+        ptx.launch_dependents(r)
     base = row.to(gl.int64) * num_splits
     # Every slot merges its own splits first: the loads of a step depend on nothing, and rows meet once, at the end.
     top = gl.full([ROWS], _LOW, gl.float32, ROW)
