@@ -78,12 +78,9 @@ def _tile_pages(block_table, tile, seq_len, lane, T: gl.constexpr, BLOCK: gl.con
 
 
 @gluon.jit
-def _rotate_query(address, lane, valid, factor, SIGNS: gl.constexpr, D: gl.constexpr, HALF: gl.constexpr, PAIR: gl.constexpr):
+def _rotate_query(words, lane, valid, factor, SIGNS: gl.constexpr, D: gl.constexpr, HALF: gl.constexpr, PAIR: gl.constexpr):
     """Return (B fragments, scale of the score, sum of the query) of this lane's column."""
     N: gl.constexpr = D // 4
-    words = ()
-    for i in gl.static_range(D // 32):
-        words = words + ptx.load_global4(address, 16 * i)
     x = ()
     for i in gl.static_range(N // 2):
         first = (lane & 3) * N + 2 * i
@@ -138,7 +135,7 @@ def _rotate_query(address, lane, valid, factor, SIGNS: gl.constexpr, D: gl.const
 
 @gluon.jit(do_not_specialize=["num_kv_heads", "num_splits", "window"])
 def decode_kernel(
-    query, kv_cache, block_table, seq_lens, query_start_loc, partial, partial_lse,
+    query, kv_cache, block_table, seq_lens, query_start_loc, counters, partial, partial_lse,
     query_token_stride, query_head_stride, block_stride, head_stride, table_stride, factor, window,
     num_kv_heads, num_splits, GROUP: gl.constexpr, QUERY_LEN: gl.constexpr,
     D: gl.constexpr, BLOCK: gl.constexpr, T: gl.constexpr, STAGES: gl.constexpr,
@@ -170,13 +167,26 @@ def decode_kernel(
     query_start = gl.load(query_start_loc + seq).to(gl.int32)
     query_len = gl.load(query_start_loc + seq + 1).to(gl.int32) - query_start
 
+    # Asked for before the first pages, behind which it would queue.
+    query_words = ()
+    for nt in gl.static_range(NT):
+        column = g >> 1 if PAIR else 8 * nt + g
+        row = column // GROUP
+        valid = (row < query_len) & (column < COLUMNS)
+        address = query.to(gl.int64) + 2 * (
+            (query_start + row).to(gl.int64) * query_token_stride
+            + (head * GROUP + column % GROUP) * query_head_stride
+            + t * (D // 4)
+        )
+        address = gl.where(valid, address, query.to(gl.int64))
+        for i in gl.static_range(D // 32):
+            query_words = query_words + ptx.load_global4(address, 16 * i)
+
     first_position = seq_len - query_len
     first_visible = gl.maximum(first_position - window + 1, 0) if WINDOW else 0
     tiles_begin = first_visible // T
     tiles = gl.cdiv(seq_len, T) - tiles_begin
-    begin = tiles_begin + split * tiles // num_splits
-    end = tiles_begin + (split + 1) * tiles // num_splits
-    count = gl.maximum(end - begin, 0)
+    tiles_end = tiles_begin + tiles
     # Tiles in [full_begin, full_end) are visible to every query of the sequence.
     full_end = (first_position + 1) // T if CAUSAL else seq_len // T
     full_begin = gl.cdiv(gl.maximum(seq_len - window, 0), T) if WINDOW else 0
@@ -191,14 +201,22 @@ def decode_kernel(
 
     table = block_table + seq.to(gl.int64) * table_stride
     kv = kv_cache.to(gl.int64) + head.to(gl.int64) * head_stride + lane.to(gl.int64) * 0
+    # A split's first tiles are its own, every num_splits-th; the later ones go to whichever split is ready first.
     pages = ()
-    for s in gl.static_range(STAGES):
-        pages = pages + (_tile_pages(table, begin + s, seq_len, lane, T, BLOCK),)
-    for s in gl.static_range(STAGES):
-        if s < count:
-            _start_tile(pages[s], base + s * STAGE, barriers + 8 * s, kv, begin + s, seq_len, block_stride, lane,
-                        T, BLOCK, D)
-    next_pages = _tile_pages(table, begin + STAGES, seq_len, lane, T, BLOCK)
+    for s in gl.static_range(STAGES + 1):
+        pages = pages + (_tile_pages(table, tiles_begin + split + s * num_splits, seq_len, lane, T, BLOCK),)
+    queue = ()
+    for s in gl.static_range(STAGES + 1):
+        tile = tiles_begin + split + s * num_splits
+        queue = queue + (tile,)
+        if s < STAGES:
+            if tile < tiles_end:
+                _start_tile(pages[s], base + s * STAGE, barriers + 8 * s, kv, tile, seq_len, block_stride, lane, T, BLOCK, D)
+    next_pages = pages[STAGES]
+    after_next = tiles_begin + split + (STAGES + 1) * num_splits
+    claims = tiles_begin + (STAGES + 3) * num_splits
+    claimed = lane * 0 + split - num_splits
+    counter = counters.to(gl.int64) + (seq * num_kv_heads + head) * 4 + lane.to(gl.int64) * 0
 
     fragments = ()
     score_scale = ()
@@ -207,14 +225,7 @@ def decode_kernel(
         column = g >> 1 if PAIR else 8 * nt + g
         row = column // GROUP
         valid = (row < query_len) & (column < COLUMNS)
-        row = gl.where(valid, row, 0)
-        address = query.to(gl.int64) + 2 * (
-            (query_start + row).to(gl.int64) * query_token_stride
-            + (head * GROUP + column % GROUP) * query_head_stride
-            + t * (D // 4)
-        )
-        address = gl.where(valid, address, query.to(gl.int64))
-        q = _rotate_query(address, lane, valid, factor, SIGNS, D, HALF, PAIR)
+        q = _rotate_query(query_words[nt * (D // 8) : (nt + 1) * (D // 8)], lane, valid, factor, SIGNS, D, HALF, PAIR)
         fragments = fragments + q[0]
         score_scale = score_scale + (ptx.broadcast_lane(q[1], 8 * t),)
         query_sum = query_sum + (ptx.broadcast_lane(q[2], 8 * t),)
@@ -240,8 +251,8 @@ def decode_kernel(
 
     stage = 0
     phase = 0
-    for j in range(count):
-        tile = begin + j
+    while queue[0] < tiles_end:
+        tile = queue[0]
         here = base + stage * STAGE
         barrier = barriers + stage * 8
         ptx.barrier_wait(barrier, lane * 0 + phase)
@@ -389,9 +400,12 @@ def decode_kernel(
         offset = new_offset
 
         ptx.warp_sync(lane)
-        if j + STAGES < count:
-            _start_tile(next_pages, here, barrier, kv, tile + STAGES, seq_len, block_stride, lane, T, BLOCK, D)
-            next_pages = _tile_pages(table, tile + STAGES + 1, seq_len, lane, T, BLOCK)
+        if queue[STAGES] < tiles_end:
+            _start_tile(next_pages, here, barrier, kv, queue[STAGES], seq_len, block_stride, lane, T, BLOCK, D)
+        next_pages = _tile_pages(table, after_next, seq_len, lane, T, BLOCK)
+        queue = queue[1:] + (after_next,)
+        after_next = claims + gl.max(claimed, 0)
+        claimed = ptx.claim(counter, lane)
         stage += 1
         if stage == STAGES:
             stage = 0
@@ -433,10 +447,10 @@ def decode_kernel(
         gl.store(partial_lse + index, top[n] - 15.0 + gl.log2(s), mask=valid & (g == 0))
 
 
-@gluon.jit(do_not_specialize=["num_splits"])
+@gluon.jit(do_not_specialize=["num_counters", "num_splits"])
 def combine_kernel(
-    partial, partial_lse, out, lse, out_token_stride, out_head_stride, gain,
-    num_splits, HEADS: gl.constexpr, D: gl.constexpr, SIGNS: gl.constexpr, ROWS: gl.constexpr,
+    counters, partial, partial_lse, out, lse, out_token_stride, out_head_stride, gain,
+    num_counters, num_splits, HEADS: gl.constexpr, D: gl.constexpr, SIGNS: gl.constexpr, ROWS: gl.constexpr,
     LSE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     WARPS: gl.constexpr = gl.num_warps()
@@ -450,6 +464,8 @@ def combine_kernel(
     if PDL:
         ptx.wait_for_dependency(r)
         ptx.launch_dependents(r)
+    for i in range(row, num_counters, gl.num_programs(0)):
+        gl.store(counters + i, 0)
     base = row.to(gl.int64) * num_splits
     # Every slot merges its own splits first: the loads of a step depend on nothing, and rows meet once, at the end.
     top = gl.full([ROWS], _LOW, gl.float32, ROW)

@@ -19,6 +19,7 @@ __all__ = ["Plan", "decode", "plan", "supports"]
 HEAD_SIZES = (64, 128, 256)
 ALIGNMENT = 16
 SHARED_BYTES, RESERVED_BYTES, MAX_BLOCKS, REGISTERS = 233472, 1024, 32, 65536
+POOL = 1 << 20
 LOG2_E = 1.4426950408889634
 
 
@@ -52,6 +53,11 @@ def supports(
     if isinstance(options.causal, torch.Tensor) or not (options.causal or options.sliding_window == 0) or options != plain:
         return "serves no options beside causal and a causal sliding window"
     return None
+
+
+def shared_bytes(tile: int, stages: int, head_size: int) -> int:
+    """Return the bytes of a block's ring of tiles and its barriers."""
+    return -(-(stages * (tile * (head_size + 2 * SCALE_WORD_BYTES) + 8)) // 128) * 128
 
 
 def max_columns(head_size: int) -> int:
@@ -104,9 +110,10 @@ def decode(
     splits = parameters.splits
     partial = torch.empty((num_tokens, num_query_heads, splits, head_size), dtype=torch.float32, device=query.device)
     partial_lse = torch.empty((num_tokens, num_query_heads, splits), dtype=torch.float32, device=query.device)
+    counters = _zeroed_counters(num_seqs * num_kv_heads, query.device)
     signs = _signs(layout.k_format.rotation, head_size)
     decode_kernel[(num_seqs * num_kv_heads * splits,)](
-        query, kv_cache, block_table, seq_lens, query_start_loc, partial, partial_lse,
+        query, kv_cache, block_table, seq_lens, query_start_loc, counters, partial, partial_lse,
         query.stride(0), query.stride(1), kv_cache.stride(0), kv_cache.stride(1), block_table.stride(0),
         options.softmax_scale * LOG2_E / math.sqrt(head_size), options.sliding_window,
         num_kv_heads, splits, group, max_query_len, head_size, layout.block_size, parameters.tile, parameters.stages,
@@ -114,8 +121,8 @@ def decode(
         num_warps=1, launch_pdl=parameters.dependent,
     )  # fmt: skip
     combine_kernel[(num_tokens * num_query_heads,)](
-        partial, partial_lse, out, lse if lse is not None else partial_lse, out.stride(0), out.stride(1),
-        1.0 / math.sqrt(head_size), splits, num_query_heads, head_size, signs, parameters.merge_rows,
+        counters, partial, partial_lse, out, lse if lse is not None else partial_lse, out.stride(0), out.stride(1),
+        1.0 / math.sqrt(head_size), num_seqs * num_kv_heads, splits, num_query_heads, head_size, signs, parameters.merge_rows,
         lse is not None, parameters.dependent, num_warps=parameters.merge_warps, launch_pdl=parameters.dependent,
     )  # fmt: skip
 
@@ -123,3 +130,33 @@ def decode(
 @functools.cache
 def _num_sms(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+class _Counters:
+    """Zeroed int32 counters that every call leaves zeroed. Calls of one stream share; every captured call owns its own."""
+
+    def __init__(self) -> None:
+        self._shared: dict[tuple[torch.device, int], torch.Tensor] = {}
+        self._pools: dict[torch.device, torch.Tensor] = {}
+        self._used: dict[torch.device, int] = {}
+
+    def take(self, count: int, device: torch.device) -> torch.Tensor:
+        if torch.cuda.is_current_stream_capturing():
+            pool = self._pools.get(device)
+            used = self._used.get(device, 0)
+            if pool is None or used + count > pool.numel():
+                return torch.zeros(count, dtype=torch.int32, device=device)
+            self._used[device] = used + count
+            return pool[used : used + count]
+        key = (device, torch.cuda.current_stream(device).cuda_stream)
+        shared = self._shared.get(key)
+        if shared is None or shared.numel() < count:
+            shared = self._shared[key] = torch.zeros(max(count, 4096), dtype=torch.int32, device=device)
+            if device not in self._pools or self._used.get(device, 0) > POOL // 2:
+                self._pools[device] = torch.zeros(POOL, dtype=torch.int32, device=device)
+                self._used[device] = 0
+        return shared
+
+
+_counters = _Counters()
+_zeroed_counters = _counters.take

@@ -43,13 +43,13 @@ def load_shared(address, OFFSET: gl.constexpr, WORDS: gl.constexpr):
 
 @gluon.jit
 def load_global4(pointer, OFFSET: gl.constexpr):
-    """Return four int32 registers from 16 aligned bytes of read-only global memory."""
+    """Return four int32 registers from 16 aligned bytes of read-only global memory, in program order."""
     return gl.inline_asm_elementwise(
         _load_asm("global.nc", 4, OFFSET),
         "=r,=r,=r,=r,l",
         [pointer],
         dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
-        is_pure=True,
+        is_pure=False,
         pack=1,
     )
 
@@ -299,4 +299,17 @@ def wait_for_dependency(lane):
     """Wait until the kernels before this one have completed and their writes are visible."""
     gl.inline_asm_elementwise(
         "griddepcontrol.wait; mov.b32 $0, $1;", "=r,r", [lane], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def claim(address, lane):
+    """Take the next number of a counter in global memory: in lane 0, and 0 in the others."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.eq.b32 p, $2, 0; mov.b32 $0, 0; @p atom.relaxed.gpu.global.add.u32 $0, [$1], 1; }",
+        "=&r,l,r",
+        [address, lane],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
     )
