@@ -10,7 +10,7 @@ import pytest
 
 triton = pytest.importorskip("triton")
 gluon_runtime = pytest.importorskip("triton.experimental.gluon._runtime")
-decode = pytest.importorskip("nibblekv.backends.hopper.decode")
+kernels = pytest.importorskip("nibblekv.backends.hopper.kernels")
 launch = pytest.importorskip("nibblekv.backends.hopper.launch")
 
 TYPES = {
@@ -53,7 +53,7 @@ def disassemble(compiled, tmp_path):
 def test_decode_kernel_fits_and_stays_lean(head_size, group, query_len, registers, per_value, tmp_path):
     chosen = launch.plan(32, 8, 8192, head_size, 132, group * query_len)
     compiled = compile_sm90(
-        decode.decode_kernel, 1, GROUP=group, QUERY_LEN=query_len, D=head_size, BLOCK=16, T=chosen.tile, STAGES=chosen.stages,
+        kernels.decode_kernel, 1, GROUP=group, QUERY_LEN=query_len, D=head_size, BLOCK=16, T=chosen.tile, STAGES=chosen.stages,
         CAUSAL=True, WINDOW=False, HALF=False, SIGNS=launch._signs("full", head_size), PDL=True,
     )  # fmt: skip
     used, stack, sass = disassemble(compiled, tmp_path)
@@ -71,7 +71,7 @@ def test_decode_kernel_fits_and_stays_lean(head_size, group, query_len, register
 @pytest.mark.parametrize(("head_size", "warps", "rows"), [(128, 1, 8), (256, 8, 64)], ids=["few-splits", "many-splits"])
 def test_combine_kernel_does_not_spill(head_size, warps, rows, tmp_path):
     compiled = compile_sm90(
-        decode.combine_kernel, warps, HEADS=32, D=head_size, SIGNS=launch._signs("full", head_size), ROWS=rows, LSE=True,
+        kernels.combine_kernel, warps, HEADS=32, D=head_size, SIGNS=launch._signs("full", head_size), ROWS=rows, LSE=True,
         PDL=True,
     )  # fmt: skip
     _, stack, _ = disassemble(compiled, tmp_path)

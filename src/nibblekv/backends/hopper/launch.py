@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 
-from nibblekv.backends.hopper.decode import combine_kernel, decode_kernel
+from nibblekv.backends.hopper.kernels import combine_kernel, decode_kernel
 from nibblekv.formats import SCALE_WORD_BYTES
 from nibblekv.layout import KVCacheLayout
 from nibblekv.options import AttentionOptions
@@ -18,15 +19,22 @@ __all__ = ["Plan", "decode", "plan", "supports"]
 
 HEAD_SIZES = (64, 128, 256)
 ALIGNMENT = 16
-SHARED_BYTES, RESERVED_BYTES, MAX_BLOCKS, REGISTERS = 233472, 1024, 32, 65536
-POOL = 1 << 20
 LOG2_E = 1.4426950408889634
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Launch parameters: tokens of a tile, tiles in flight, splits of a sequence; warps and rows a step of the merge."""
+    """Launch parameters.
 
+    Attributes:
+        warps: KV heads of a block, one to a warp; divides num_kv_heads.
+        tile: tokens of a step. stages: tiles in flight per warp.
+        splits: blocks that share a sequence.
+        merge_warps, merge_rows: warps of a merge block, and the splits that it reads in one step.
+        dependent: launch each kernel before the one in front of it has drained.
+    """
+
+    warps: int
     tile: int
     stages: int
     splits: int
@@ -36,9 +44,15 @@ class Plan:
 
 
 def supports(
-    layout: KVCacheLayout, options: AttentionOptions, query_dtype: torch.dtype, max_query_len: int, device: torch.device
+    layout: KVCacheLayout,
+    options: AttentionOptions,
+    query_dtype: torch.dtype,
+    max_query_len: int,
+    device: torch.device,
+    num_query_heads: int,
+    kv_cache: torch.Tensor,
 ) -> str | None:
-    """Return None if `decode` serves such a call, else the reason. Group size and addresses: see `decode`."""
+    """Return None if `decode` serves such a call, else the reason why not. Reads metadata only."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return f"needs a GPU of compute capability 9.0, got {device}"
     if layout.page != "planar" or layout.k_format.name != "int4" or layout.v_format.name != "int4":
@@ -49,36 +63,42 @@ def supports(
         return f"needs a power of two as block_size, got {layout.block_size}"
     if query_dtype not in (torch.float16, torch.bfloat16):
         return f"needs float16 or bfloat16 queries, got {query_dtype}"
-    plain = AttentionOptions(options.softmax_scale, causal=options.causal, sliding_window=options.sliding_window)
-    if isinstance(options.causal, torch.Tensor) or not (options.causal or options.sliding_window == 0) or options != plain:
-        return "serves no options beside causal and a causal sliding window"
+    columns = num_query_heads // layout.num_kv_heads * max_query_len
+    if columns > max_columns(layout.head_size):
+        return f"serves {max_columns(layout.head_size)} queries of a KV head at head size {layout.head_size}, got {columns}"
+    if kv_cache.data_ptr() % ALIGNMENT or kv_cache.stride(0) % ALIGNMENT or kv_cache.stride(1) % ALIGNMENT:
+        return f"needs tiles at multiples of {ALIGNMENT} bytes, got strides {kv_cache.stride()}"
+    for field in fields(options):
+        if field.name not in ("softmax_scale", "causal", "sliding_window"):
+            value = getattr(options, field.name)
+            if value is not None and (isinstance(value, torch.Tensor) or value != field.default):
+                return f"serves causal and sliding_window only, got {field.name}"
+    if isinstance(options.causal, torch.Tensor) or (options.sliding_window > 0 and not options.causal):
+        return "serves one causal flag for all sequences, and a window only with it"
     return None
 
 
-def shared_bytes(tile: int, stages: int, head_size: int) -> int:
-    """Return the bytes of a block's ring of tiles and its barriers."""
-    return -(-(stages * (tile * (head_size + 2 * SCALE_WORD_BYTES) + 8)) // 128) * 128
-
-
 def max_columns(head_size: int) -> int:
-    """Return the most query rows (group size x queries of a sequence) that one warp's accumulators hold."""
-    return 2048 // head_size if head_size < 256 else 8
+    """Return the most queries of one KV head (group size x queries of a sequence) that a warp's registers hold."""
+    return 2048 // head_size
 
 
-@functools.cache
-def _signs(kind: str, head_size: int) -> int:
-    signs = rotation_signs(kind, head_size)  # type: ignore[arg-type]
-    return sum(1 << d for d, sign in enumerate(signs.tolist()) if sign < 0)
+def shared_bytes(warps: int, tile: int, stages: int, head_size: int) -> int:
+    """Return the bytes of a block's ring of tiles and its barriers."""
+    row = 128 * warps
+    return -(-stages * (warps * tile * (head_size + 2 * SCALE_WORD_BYTES) + 8) // row) * row
 
 
-def plan(num_seqs: int, num_kv_heads: int, max_seq_len: int, head_size: int, num_sms: int, columns: int) -> Plan:
-    """Choose launch parameters from sizes that the host knows: one full wave of one-warp blocks."""
-    tile = 32 if head_size == 256 else 64
-    stages = 2
-    shared = SHARED_BYTES // (stages * tile * (head_size + 2 * SCALE_WORD_BYTES) + RESERVED_BYTES + 128)
-    resident = num_sms * min(shared, 12)
-    splits = max(1, min(resident // (num_seqs * num_kv_heads), -(-max_seq_len // tile)))
-    return Plan(tile, stages, splits, 1 if splits <= 16 else 8, 8 if splits <= 16 else 32)
+@functools.lru_cache(maxsize=4096)
+def plan(num_seqs: int, num_kv_heads: int, max_seq_len: int, head_size: int, num_sms: int) -> Plan:
+    """Choose launch parameters from what the host knows: one wave of eight warps a multiprocessor."""
+    warps = math.gcd(num_kv_heads, 8)
+    tile, stages = (64, 2)
+    blocks = num_sms * 8 // warps
+    splits = max(1, min(blocks // (num_seqs * (num_kv_heads // warps)), -(-max_seq_len // tile)))
+    if splits <= 8:
+        return Plan(warps, tile, stages, splits, 1, 8)
+    return Plan(warps, tile, stages, splits, *((4, 16) if splits <= 16 else (4, 32) if splits <= 32 else (8, 64)))
 
 
 def decode(
@@ -97,66 +117,80 @@ def decode(
 ) -> None:
     """Attend over packed pages into `out` (and `lse`), in two launches; nothing waits for the device.
 
-    Args: those of `nibblekv.paged_attention`, for a call that `supports` accepts. out may be any float dtype.
+    Which thread adds what depends on sizes alone: a call gives the same bits every time.
+
+    Args: those of `nibblekv.paged_attention`, for a call that `supports` accepts. query is read 16 bytes at a time where it
+        is aligned so, else copied first. out may have any float dtype. The call allocates its split buffer only:
+        4 * (head_size + 1) bytes per query row, head and split.
         parameters: overrides `plan`.
     """
     num_tokens, num_query_heads, head_size = query.shape
-    num_kv_heads = layout.num_kv_heads
-    group = num_query_heads // num_kv_heads
-    num_seqs = seq_lens.shape[0]
+    num_kv_heads, num_seqs = layout.num_kv_heads, seq_lens.shape[0]
+    if query.data_ptr() % ALIGNMENT or query.stride(0) % 8 or query.stride(1) % 8 or query.stride(2) != 1:
+        query = query.contiguous().clone()
     if parameters is None:
-        num_sms = _num_sms(query.device)
-        parameters = plan(num_seqs, num_kv_heads, max_seq_len, head_size, num_sms, group * max_query_len)
-    splits = parameters.splits
-    partial = torch.empty((num_tokens, num_query_heads, splits, head_size), dtype=torch.float32, device=query.device)
-    partial_lse = torch.empty((num_tokens, num_query_heads, splits), dtype=torch.float32, device=query.device)
-    counters = _zeroed_counters(num_seqs * num_kv_heads, query.device)
+        reach = min(max_seq_len, options.sliding_window + max_query_len) if options.sliding_window else max_seq_len
+        parameters = plan(num_seqs, num_kv_heads, reach, head_size, _num_sms(query.device))
+    splits, rows = parameters.splits, num_tokens * num_query_heads * parameters.splits
+    buffer = torch.empty(rows * (head_size + 1), dtype=torch.float32, device=query.device)
+    partial, partial_lse = buffer, buffer[rows * head_size :]
     signs = _signs(layout.k_format.rotation, head_size)
-    decode_kernel[(num_seqs * num_kv_heads * splits,)](
-        query, kv_cache, block_table, seq_lens, query_start_loc, counters, partial, partial_lse,
-        query.stride(0), query.stride(1), kv_cache.stride(0), kv_cache.stride(1), block_table.stride(0),
-        options.softmax_scale * LOG2_E / math.sqrt(head_size), options.sliding_window,
-        num_kv_heads, splits, group, max_query_len, head_size, layout.block_size, parameters.tile, parameters.stages,
-        bool(options.causal), options.sliding_window > 0, query.dtype == torch.float16, signs, parameters.dependent,
-        num_warps=1, launch_pdl=parameters.dependent,
+    _launch(
+        decode_kernel,
+        num_seqs * (num_kv_heads // parameters.warps) * splits,
+        (query, kv_cache, block_table, seq_lens, query_start_loc, partial, partial_lse),
+        (query.stride(0), query.stride(1), kv_cache.stride(0), kv_cache.stride(1), block_table.stride(0)),
+        (options.softmax_scale * LOG2_E / math.sqrt(head_size), options.sliding_window, num_kv_heads, splits),
+        (num_query_heads // num_kv_heads, max_query_len, head_size, layout.block_size, parameters.tile, parameters.stages,
+         bool(options.causal), options.sliding_window > 0, query.dtype == torch.float16, signs, parameters.dependent),
+        parameters.warps, parameters.dependent,
     )  # fmt: skip
-    combine_kernel[(num_tokens * num_query_heads,)](
-        counters, partial, partial_lse, out, lse if lse is not None else partial_lse, out.stride(0), out.stride(1),
-        1.0 / math.sqrt(head_size), num_seqs * num_kv_heads, splits, num_query_heads, head_size, signs, parameters.merge_rows,
-        lse is not None, parameters.dependent, num_warps=parameters.merge_warps, launch_pdl=parameters.dependent,
+    _launch(
+        combine_kernel,
+        num_tokens * num_query_heads,
+        (partial, partial_lse, out, partial_lse if lse is None else lse),
+        (out.stride(0), out.stride(1)),
+        (1.0 / math.sqrt(head_size), splits),
+        (num_query_heads, head_size, signs, parameters.merge_rows, lse is not None, parameters.dependent),
+        parameters.merge_warps, parameters.dependent,
     )  # fmt: skip
+
+
+_compiled: dict[tuple[Any, ...], Any] = {}
+
+
+def _launch(
+    kernel: Any,
+    blocks: int,
+    tensors: tuple[torch.Tensor, ...],
+    strides: tuple[int, ...],
+    scalars: tuple[float | int, ...],
+    constants: tuple[Any, ...],
+    num_warps: int,
+    dependent: bool,
+) -> None:
+    """Launch a kernel; from the second time on without Triton's own look-up, which takes longer than a short kernel runs.
+
+    The key holds all that Triton specialises on: dtypes, addresses' alignment, strides, constants. Scalars are exempt.
+    """
+    key = (
+        kernel, tensors[0].device, strides, constants, num_warps, dependent,
+        *[(t.dtype, t.data_ptr() % ALIGNMENT == 0) for t in tensors],
+    )  # fmt: skip
+    arguments = (*tensors, *strides, *scalars, *constants)
+    compiled = _compiled.get(key)
+    if compiled is None:
+        _compiled[key] = kernel[(blocks,)](*arguments, num_warps=num_warps, launch_pdl=dependent)
+    else:
+        compiled[(blocks, 1, 1)](*arguments)
+
+
+@functools.cache
+def _signs(kind: str, head_size: int) -> int:
+    signs = rotation_signs(kind, head_size)  # type: ignore[arg-type]
+    return sum(1 << d for d, sign in enumerate(signs.tolist()) if sign < 0)
 
 
 @functools.cache
 def _num_sms(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-class _Counters:
-    """Zeroed int32 counters that every call leaves zeroed. Calls of one stream share; every captured call owns its own."""
-
-    def __init__(self) -> None:
-        self._shared: dict[tuple[torch.device, int], torch.Tensor] = {}
-        self._pools: dict[torch.device, torch.Tensor] = {}
-        self._used: dict[torch.device, int] = {}
-
-    def take(self, count: int, device: torch.device) -> torch.Tensor:
-        if torch.cuda.is_current_stream_capturing():
-            pool = self._pools.get(device)
-            used = self._used.get(device, 0)
-            if pool is None or used + count > pool.numel():
-                return torch.zeros(count, dtype=torch.int32, device=device)
-            self._used[device] = used + count
-            return pool[used : used + count]
-        key = (device, torch.cuda.current_stream(device).cuda_stream)
-        shared = self._shared.get(key)
-        if shared is None or shared.numel() < count:
-            shared = self._shared[key] = torch.zeros(max(count, 4096), dtype=torch.int32, device=device)
-            if device not in self._pools or self._used.get(device, 0) > POOL // 2:
-                self._pools[device] = torch.zeros(POOL, dtype=torch.int32, device=device)
-                self._used[device] = 0
-        return shared
-
-
-_counters = _Counters()
-_zeroed_counters = _counters.take

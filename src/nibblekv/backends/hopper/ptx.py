@@ -153,11 +153,19 @@ def shared_base(lane):
     )
 
 
+@gluon.constexpr_function
+def _barrier_init_asm(arrivals):
+    return (
+        "{ .reg .pred p; setp.ne.b32 p, $2, 0; "
+        f"@p mbarrier.init.shared::cta.b64 [$1], {arrivals}; mov.b32 $0, 0; }}"
+    )
+
+
 @gluon.jit
-def barrier_init(address, predicate):
-    """Initialise an mbarrier for one arrival in the lanes whose predicate is not 0."""
+def barrier_init(address, ARRIVALS: gl.constexpr, predicate):
+    """Initialise an mbarrier in the lanes whose predicate is not 0."""
     gl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p mbarrier.init.shared::cta.b64 [$1], 1; mov.b32 $0, 0; }",
+        _barrier_init_asm(ARRIVALS),
         "=r,r,r",
         [address, predicate],
         dtype=gl.int32,
@@ -301,15 +309,3 @@ def wait_for_dependency(lane):
         "griddepcontrol.wait; mov.b32 $0, $1;", "=r,r", [lane], dtype=gl.int32, is_pure=False, pack=1
     )
 
-
-@gluon.jit
-def claim(address, lane):
-    """Take the next number of a counter in global memory: in lane 0, and 0 in the others."""
-    return gl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.eq.b32 p, $2, 0; mov.b32 $0, 0; @p atom.relaxed.gpu.global.add.u32 $0, [$1], 1; }",
-        "=&r,l,r",
-        [address, lane],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )

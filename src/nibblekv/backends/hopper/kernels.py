@@ -135,13 +135,14 @@ def _rotate_query(words, lane, valid, factor, SIGNS: gl.constexpr, D: gl.constex
 
 @gluon.jit(do_not_specialize=["num_kv_heads", "num_splits", "window"])
 def decode_kernel(
-    query, kv_cache, block_table, seq_lens, query_start_loc, counters, partial, partial_lse,
+    query, kv_cache, block_table, seq_lens, query_start_loc, partial, partial_lse,
     query_token_stride, query_head_stride, block_stride, head_stride, table_stride, factor, window,
     num_kv_heads, num_splits, GROUP: gl.constexpr, QUERY_LEN: gl.constexpr,
     D: gl.constexpr, BLOCK: gl.constexpr, T: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, HALF: gl.constexpr, SIGNS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    WARPS: gl.constexpr = gl.num_warps()
+    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     COLUMNS: gl.constexpr = GROUP * QUERY_LEN
     PAIR: gl.constexpr = COLUMNS <= 4
     NT: gl.constexpr = 1 if PAIR else (COLUMNS + 7) // 8
@@ -154,12 +155,24 @@ def decode_kernel(
     VW: gl.constexpr = D // 64
     KW: gl.constexpr = D // 32
 
-    lane = gl.arange(0, 32, LANES)
+    thread = gl.arange(0, 32 * WARPS, LANES)
+    lane, warp = thread & 31, thread >> 5
     g, t = lane >> 2, lane & 3
     pid = gl.program_id(0)
-    head = pid % num_kv_heads
-    split = pid // num_kv_heads % num_splits
-    seq = pid // (num_kv_heads * num_splits)
+    groups = num_kv_heads // WARPS
+    head = pid % groups * WARPS + warp
+    split = pid // groups % num_splits
+    seq = pid // (groups * num_splits)
+    memory = gl.allocate_shared_memory(gl.int32, [(WARPS * STAGES * STAGE + 8 * STAGES + 128 * WARPS - 1) // (128 * WARPS), 32 * WARPS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    # An ordinary use of the allocation, so that its symbol is declared to the PTX that names it.
+    memory.index(0).store(thread)
+    base = ptx.shared_base(lane)
+    barriers = base + WARPS * STAGES * STAGE
+    base += warp * (STAGES * STAGE)
+    ptx.barrier_init(barriers + 8 * thread, WARPS, (thread < STAGES).to(gl.int32))
+    ptx.barrier_init_fence(lane)
+    gl.thread_barrier()
+
     if PDL:
         ptx.wait_for_dependency(lane)
         ptx.launch_dependents(lane)
@@ -186,37 +199,23 @@ def decode_kernel(
     first_visible = gl.maximum(first_position - window + 1, 0) if WINDOW else 0
     tiles_begin = first_visible // T
     tiles = gl.cdiv(seq_len, T) - tiles_begin
-    tiles_end = tiles_begin + tiles
+    begin = tiles_begin + split * tiles // num_splits
+    end = tiles_begin + (split + 1) * tiles // num_splits
+    count = gl.maximum(end - begin, 0)
     # Tiles in [full_begin, full_end) are visible to every query of the sequence.
     full_end = (first_position + 1) // T if CAUSAL else seq_len // T
     full_begin = gl.cdiv(gl.maximum(seq_len - window, 0), T) if WINDOW else 0
 
-    memory = gl.allocate_shared_memory(gl.int32, [(STAGES * STAGE + 8 * STAGES + 127) // 128, 32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    # An ordinary use of the allocation, so that its symbol is declared to the PTX that names it.
-    memory.index(0).store(lane)
-    base = ptx.shared_base(lane)
-    barriers = base + STAGES * STAGE
-    ptx.barrier_init(barriers + 8 * lane, (lane < STAGES).to(gl.int32))
-    ptx.barrier_init_fence(lane)
-
     table = block_table + seq.to(gl.int64) * table_stride
     kv = kv_cache.to(gl.int64) + head.to(gl.int64) * head_stride + lane.to(gl.int64) * 0
-    # A split's first tiles are its own, every num_splits-th; the later ones go to whichever split is ready first.
     pages = ()
-    for s in gl.static_range(STAGES + 1):
-        pages = pages + (_tile_pages(table, tiles_begin + split + s * num_splits, seq_len, lane, T, BLOCK),)
-    queue = ()
-    for s in gl.static_range(STAGES + 1):
-        tile = tiles_begin + split + s * num_splits
-        queue = queue + (tile,)
-        if s < STAGES:
-            if tile < tiles_end:
-                _start_tile(pages[s], base + s * STAGE, barriers + 8 * s, kv, tile, seq_len, block_stride, lane, T, BLOCK, D)
-    next_pages = pages[STAGES]
-    after_next = tiles_begin + split + (STAGES + 1) * num_splits
-    claims = tiles_begin + (STAGES + 3) * num_splits
-    claimed = lane * 0 + split - num_splits
-    counter = counters.to(gl.int64) + (seq * num_kv_heads + head) * 4 + lane.to(gl.int64) * 0
+    for s in gl.static_range(STAGES):
+        pages = pages + (_tile_pages(table, begin + s, seq_len, lane, T, BLOCK),)
+    for s in gl.static_range(STAGES):
+        if s < count:
+            _start_tile(pages[s], base + s * STAGE, barriers + 8 * s, kv, begin + s, seq_len, block_stride, lane,
+                        T, BLOCK, D)
+    next_pages = _tile_pages(table, begin + STAGES, seq_len, lane, T, BLOCK)
 
     fragments = ()
     score_scale = ()
@@ -233,13 +232,13 @@ def decode_kernel(
             score_scale = score_scale + (ptx.broadcast_lane(q[1], 8 * t + 4),)
             query_sum = query_sum + (ptx.broadcast_lane(q[2], 8 * t + 4),)
 
-    zero = gl.full([32], 0.0, gl.float32, LANES)
+    zero = gl.full([32 * WARPS], 0.0, gl.float32, LANES)
     accumulator = (zero,) * (4 * MT * NT)
     top = (zero + _LOW,) * NC
     total = (zero,) * NC
     offset = (zero,) * NC
     # The largest value scale so far, as the bits of a power of two.
-    reference = gl.full([32], 27 << 23, gl.int32, LANES)
+    reference = gl.full([32 * WARPS], 27 << 23, gl.int32, LANES)
 
     # Row r of a 16-row fragment is token r ^ ((r >> 1) & 1) of its 16: no bank conflicts at the keys, two-way at the values.
     token = g ^ ((g >> 1) & 1)
@@ -251,8 +250,8 @@ def decode_kernel(
 
     stage = 0
     phase = 0
-    while queue[0] < tiles_end:
-        tile = queue[0]
+    for j in range(count):
+        tile = begin + j
         here = base + stage * STAGE
         barrier = barriers + stage * 8
         ptx.barrier_wait(barrier, lane * 0 + phase)
@@ -400,12 +399,9 @@ def decode_kernel(
         offset = new_offset
 
         ptx.warp_sync(lane)
-        if queue[STAGES] < tiles_end:
-            _start_tile(next_pages, here, barrier, kv, queue[STAGES], seq_len, block_stride, lane, T, BLOCK, D)
-        next_pages = _tile_pages(table, after_next, seq_len, lane, T, BLOCK)
-        queue = queue[1:] + (after_next,)
-        after_next = claims + gl.max(claimed, 0)
-        claimed = ptx.claim(counter, lane)
+        if j + STAGES < count:
+            _start_tile(next_pages, here, barrier, kv, tile + STAGES, seq_len, block_stride, lane, T, BLOCK, D)
+            next_pages = _tile_pages(table, tile + STAGES + 1, seq_len, lane, T, BLOCK)
         stage += 1
         if stage == STAGES:
             stage = 0
@@ -447,10 +443,10 @@ def decode_kernel(
         gl.store(partial_lse + index, top[n] - 15.0 + gl.log2(s), mask=valid & (g == 0))
 
 
-@gluon.jit(do_not_specialize=["num_counters", "num_splits"])
+@gluon.jit(do_not_specialize=["num_splits"])
 def combine_kernel(
-    counters, partial, partial_lse, out, lse, out_token_stride, out_head_stride, gain,
-    num_counters, num_splits, HEADS: gl.constexpr, D: gl.constexpr, SIGNS: gl.constexpr, ROWS: gl.constexpr,
+    partial, partial_lse, out, lse, out_token_stride, out_head_stride, gain,
+    num_splits, HEADS: gl.constexpr, D: gl.constexpr, SIGNS: gl.constexpr, ROWS: gl.constexpr,
     LSE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     WARPS: gl.constexpr = gl.num_warps()
@@ -464,8 +460,6 @@ def combine_kernel(
     if PDL:
         ptx.wait_for_dependency(r)
         ptx.launch_dependents(r)
-    for i in range(row, num_counters, gl.num_programs(0)):
-        gl.store(counters + i, 0)
     base = row.to(gl.int64) * num_splits
     # Every slot merges its own splits first: the loads of a step depend on nothing, and rows meet once, at the end.
     top = gl.full([ROWS], _LOW, gl.float32, ROW)
