@@ -3,6 +3,7 @@
 Every tensor here has one element per thread: the kernel is written per lane, and Gluon is its typed assembler.
 """
 
+# mypy: ignore-errors
 from __future__ import annotations
 
 from triton.experimental import gluon
@@ -19,7 +20,7 @@ def _load_asm(space, words, offset):
 
 @gluon.jit
 def load_shared(address, OFFSET: gl.constexpr, WORDS: gl.constexpr):
-    """Return WORDS (1, 2 or 4) int32 registers from shared memory; volatile, as the ring's bytes change under one address."""
+    """Return WORDS (1, 2 or 4) int32 registers from shared memory; volatile: the ring's bytes change."""
     if WORDS == 1:
         return (
             gl.inline_asm_elementwise(
@@ -57,8 +58,7 @@ def load_global4(pointer, OFFSET: gl.constexpr):
 @gluon.constexpr_function
 def _store_asm(offset):
     return (
-        "{ .reg .pred p; setp.ne.b32 p, $6, 0; "
-        f"@p st.global.v4.f32 [$1 + {offset}], {{$2, $3, $4, $5}}; mov.b32 $0, 0; }}"
+        f"{{ .reg .pred p; setp.ne.b32 p, $6, 0; @p st.global.v4.f32 [$1 + {offset}], {{$2, $3, $4, $5}}; mov.b32 $0, 0; }}"
     )
 
 
@@ -85,7 +85,7 @@ def mma(a, b0, b1, c):
 
 @gluon.jit
 def unpack_nibbles(word):
-    """Split two 16-bit halves into four pairs of fp16 subnormals, nibble i of both: n * 2^-24 (i = 0, 2), n * 2^-20 (1, 3)."""
+    """Split two halves into four pairs of fp16 subnormals, nibble i of both: n * 2^-24 (i = 0, 2), n * 2^-20 (1, 3)."""
     return gl.inline_asm_elementwise(
         "{ .reg .b32 h; and.b32 $0, $4, 0x000f000f; and.b32 $1, $4, 0x00f000f0; shr.u32 h, $4, 8; "
         "and.b32 $2, h, 0x000f000f; and.b32 $3, h, 0x00f000f0; }",
@@ -148,17 +148,12 @@ def warp_max_bits(x):
 @gluon.jit
 def shared_base(lane):
     """Return the shared-memory address of the kernel's allocation, which must be its only one."""
-    return gl.inline_asm_elementwise(
-        "mov.b32 $0, global_smem; // $1", "=r,r", [lane], dtype=gl.int32, is_pure=True, pack=1
-    )
+    return gl.inline_asm_elementwise("mov.b32 $0, global_smem; // $1", "=r,r", [lane], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.constexpr_function
 def _barrier_init_asm(arrivals):
-    return (
-        "{ .reg .pred p; setp.ne.b32 p, $2, 0; "
-        f"@p mbarrier.init.shared::cta.b64 [$1], {arrivals}; mov.b32 $0, 0; }}"
-    )
+    return f"{{ .reg .pred p; setp.ne.b32 p, $2, 0; @p mbarrier.init.shared::cta.b64 [$1], {arrivals}; mov.b32 $0, 0; }}"
 
 
 @gluon.jit
@@ -305,7 +300,4 @@ def launch_dependents(lane):
 @gluon.jit
 def wait_for_dependency(lane):
     """Wait until the kernels before this one have completed and their writes are visible."""
-    gl.inline_asm_elementwise(
-        "griddepcontrol.wait; mov.b32 $0, $1;", "=r,r", [lane], dtype=gl.int32, is_pure=False, pack=1
-    )
-
+    gl.inline_asm_elementwise("griddepcontrol.wait; mov.b32 $0, $1;", "=r,r", [lane], dtype=gl.int32, is_pure=False, pack=1)
