@@ -14,8 +14,8 @@ from nibblekv.options import AttentionOptions
 
 triton = pytest.importorskip("triton")
 gluon_runtime = pytest.importorskip("triton.experimental.gluon._runtime")
-kernels = pytest.importorskip("nibblekv.backends.hopper.kernels")
-launch = pytest.importorskip("nibblekv.backends.hopper.launch")
+kernels = pytest.importorskip("nibblekv.backends.triton.hopper.kernels")
+launch = pytest.importorskip("nibblekv.backends.triton.hopper.launch")
 
 TYPES = {
     **dict.fromkeys(("query", "out"), "*bf16"),

@@ -14,7 +14,7 @@ from nibblekv.rotation import rotation_matrix
 pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("needs a GPU of compute capability 9.0", allow_module_level=True)
-hopper = pytest.importorskip("nibblekv.backends.hopper")
+hopper = pytest.importorskip("nibblekv.backends.triton.hopper")
 
 DEVICE = torch.device("cuda")
 

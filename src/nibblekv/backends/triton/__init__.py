@@ -1,4 +1,8 @@
-"""The portable GPU backend: Triton kernels for NVIDIA (compute capability 8.0 and newer) and AMD."""
+"""The GPU backend: portable Triton kernels for NVIDIA (compute capability 8.0 and newer) and AMD.
+
+Beside them, behind the same functions, `hopper/` decodes planar `int4` pages on compute capability 9.0; a call that it does
+not serve (its `supports` says why) takes the portable kernels.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ from nibblekv.layout import KVCacheLayout
 from nibblekv.options import AttentionOptions
 
 OLDEST_CAPABILITY = (8, 0)
+HOPPER = (9, 0)
 
 
 def unavailable_reason() -> str | None:
@@ -60,7 +65,14 @@ def paged_attention(
     from nibblekv.backends.triton import attention, prefill
 
     if key is None or value is None:
-        attention.attend(
+        attend = attention.attend
+        if query.is_cuda and torch.version.hip is None and torch.cuda.get_device_capability(query.device) == HOPPER:
+            from nibblekv.backends.triton import hopper
+
+            heads = query.shape[1]
+            if hopper.supports(layout, options, query.dtype, max_query_len, query.device, heads, kv_cache) is None:
+                attend = hopper.decode
+        attend(
             query, kv_cache, block_table, seq_lens, query_start_loc, layout, options, out, lse, max_query_len, max_seq_len
         )
     else:

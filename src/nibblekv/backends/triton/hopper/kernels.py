@@ -34,7 +34,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from nibblekv.backends.hopper import ptx
+from nibblekv.backends.triton.hopper import ptx
 
 # Below every score, and finite: a row that has seen nothing yet rescales by exp2(0), not by exp2(inf - inf).
 _LOW = gl.constexpr(-1e30)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from nibblekv.backends.hopper.kernels import combine_kernel, decode_kernel
+from nibblekv.backends.triton.hopper.kernels import combine_kernel, decode_kernel
 from nibblekv.formats import SCALE_WORD_BYTES
 from nibblekv.layout import KVCacheLayout
 from nibblekv.options import AttentionOptions
