@@ -65,14 +65,24 @@ def paged_attention(
     from nibblekv.backends.triton import attention, prefill
 
     if key is None or value is None:
-        attend = attention.attend
-        if query.is_cuda and torch.version.hip is None and torch.cuda.get_device_capability(query.device) == HOPPER:
+        if _hopper_serves(query, kv_cache, layout, options, max_query_len):
             from nibblekv.backends.triton import hopper
 
-            heads = query.shape[1]
-            if hopper.supports(layout, options, query.dtype, max_query_len, query.device, heads, kv_cache) is None:
-                attend = hopper.decode
-        attend(
+            hopper.decode(
+                query,
+                kv_cache,
+                block_table,
+                seq_lens,
+                query_start_loc,
+                layout,
+                options,
+                out,
+                lse,
+                max_query_len,
+                max_seq_len,
+            )
+            return
+        attention.attend(
             query, kv_cache, block_table, seq_lens, query_start_loc, layout, options, out, lse, max_query_len, max_seq_len
         )
     else:
@@ -80,6 +90,16 @@ def paged_attention(
             query, kv_cache, block_table, seq_lens, query_start_loc, layout, options, out, lse, key, value,
             max_query_len, max_seq_len,
         )  # fmt: skip
+
+
+def _hopper_serves(
+    query: torch.Tensor, kv_cache: torch.Tensor, layout: KVCacheLayout, options: AttentionOptions, max_query_len: int
+) -> bool:
+    if not query.is_cuda or torch.version.hip is not None or torch.cuda.get_device_capability(query.device) != HOPPER:
+        return False
+    from nibblekv.backends.triton import hopper
+
+    return hopper.supports(layout, options, query.dtype, max_query_len, query.device, query.shape[1], kv_cache) is None
 
 
 def _interpreting() -> bool:
