@@ -148,7 +148,10 @@ def write_json(rows: Sequence[Row], path: str | Path) -> None:
         "gpu": properties.name,
         "multiprocessors": properties.multi_processor_count,
         "driver": subprocess.run(
-            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], check=False, capture_output=True, text=True
+            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+            check=False,
+            capture_output=True,
+            text=True,
         ).stdout.strip(),
         "torch": torch.__version__,
         "triton": importlib.import_module("triton").__version__,
