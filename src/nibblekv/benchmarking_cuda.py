@@ -6,14 +6,12 @@ median of replays is taken. A row whose error gate is red carries no speed-up.
 
 from __future__ import annotations
 
+import functools
+import importlib
 import importlib.util
-import json
 import statistics
-import subprocess
-import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,13 +20,17 @@ import nibblekv
 from nibblekv.formats import SCALE_WORD_BYTES
 from nibblekv.layout import KVCacheLayout
 
-__all__ = ["SHAPES", "Row", "Shape", "bench_attention_cuda", "graph_time", "write_json"]
+__all__ = ["SHAPES", "Shape", "bench_attention_cuda", "graph_time"]
 
 ERROR_LIMIT = 1e-3
-COPIES = 2
+# Inputs rotate among so many copies that their pages fill this many bytes, over twice the L2 cache; at most MAX_COPIES.
+COLD_BYTES, MIN_COPIES, MAX_COPIES = 160 << 20, 2, 64
 # Of our calls: its rounding (2^-12) stays below ERROR_LIMIT, bfloat16's would not. Rivals run in bfloat16.
 DTYPE = torch.float16
 ROOF_BYTES = 2 << 30
+CACHES = (("int4", "planar"), ("int4", "interleaved"), ("int4_per_token_head", "interleaved"))
+# Segments of a sequence that vLLM's kernels use.
+VLLM_SEGMENTS = 16
 
 
 @dataclass(frozen=True)
@@ -64,24 +66,6 @@ SHAPES: tuple[Shape, ...] = (
 )
 
 
-@dataclass
-class Row:
-    """One measured line; times in microseconds, `gbps` over the bytes that the call must move."""
-
-    op: str
-    shape: str
-    format: str
-    backend: str
-    time_us: float
-    roof_us: float
-    pct_roof: float
-    gbps: float
-    rel_err: float
-    fa3_us: float | None = None
-    vllm_int4_us: float | None = None
-    speedup_fa3: float | None = field(default=None)
-
-
 def graph_time(calls: Sequence[Callable[[], Any]], replays: int = 15) -> float:
     """Return the median GPU microseconds of one of the calls, replayed one after another in a CUDA graph."""
     stream = torch.cuda.Stream()
@@ -105,7 +89,56 @@ def graph_time(calls: Sequence[Callable[[], Any]], replays: int = 15) -> float:
     return statistics.median(times)
 
 
-def measure_roof() -> tuple[float, float]:
+def bench_attention_cuda(
+    shapes: Iterable[Shape] = SHAPES,
+    caches: Iterable[tuple[str, Any]] = (
+        ("int4", "planar"),
+        ("int4", "interleaved"),
+        ("int4_per_token_head", "interleaved"),
+    ),
+    *,
+    backend: str = "auto",
+    progress: Callable[[str], None] = lambda line: None,
+) -> list[dict[str, Any]]:
+    """Time every shape and cache.
+
+    Args:
+        shapes: see `SHAPES`.
+        caches: (format, page arrangement) pairs.
+        backend: see `select_backend`.
+        progress: called with a line before each measurement.
+
+    Returns:
+        Rows of op, shape, format, backend, time_us, roof_us (bytes that the call must move at this card's measured rate;
+        None for prefill, which arithmetic bounds), pct_roof, gbps, rel_err (reads: against float64 over the same pages;
+        writes: the part of bytes that differ from the reference's), fa3_us, vllm_int4_us (None where vLLM is not
+        installed) and ratio (fa3_us / time_us; None where rel_err is above `ERROR_LIMIT`).
+
+    Raises:
+        NotImplementedError: there is no CUDA GPU.
+    """
+    if not torch.cuda.is_available():
+        raise NotImplementedError("device: expected a CUDA GPU, found none")
+    read, copy = _measure_roof()
+    rows = []
+    for shape in shapes:
+        fa3, vllm_int4 = (None, None) if shape.op == "write" else (_fa3_time(shape), _vllm_int4_time(shape))
+        torch.cuda.empty_cache()
+        for name, page in caches:
+            progress(f"{shape.op} {shape.name} {name}")
+            torch.manual_seed(0)
+            row = (
+                _bench_write(shape, name, page, copy)
+                if shape.op == "write"
+                else _bench_read(shape, name, page, read, backend)
+            )
+            ratio = fa3 / row["time_us"] if fa3 is not None and row["rel_err"] <= ERROR_LIMIT else None
+            rows.append({**row, "backend": backend, "fa3_us": fa3, "vllm_int4_us": vllm_int4, "ratio": ratio})
+            torch.cuda.empty_cache()
+    return rows
+
+
+def _measure_roof() -> tuple[float, float]:
     """Return this card's (read, copy) rates in bytes per microsecond; a copy counts bytes read and written."""
     source = torch.empty(ROOF_BYTES // 4, dtype=torch.int32, device="cuda").random_()
     target = torch.empty_like(source)
@@ -113,52 +146,8 @@ def measure_roof() -> tuple[float, float]:
     return read, 2 * ROOF_BYTES / graph_time([lambda: target.copy_(source)])
 
 
-def bench_attention_cuda(
-    shapes: Sequence[Shape] = SHAPES,
-    formats: Sequence[str] = ("int4",),
-    pages: Sequence[str] = ("planar",),
-    backend: str = "auto",
-) -> list[Row]:
-    """Time every shape and format; return one row each.
-
-    Raises:
-        RuntimeError: there is no CUDA GPU.
-    """
-    if not torch.cuda.is_available():
-        raise RuntimeError("bench_attention_cuda: expected a CUDA GPU, found none")
-    read, copy = measure_roof()
-    rows = []
-    for shape in shapes:
-        for name in formats:
-            for page in pages:
-                torch.manual_seed(0)
-                rows.append(
-                    _bench_write(shape, name, page, copy, backend)
-                    if shape.op == "write"
-                    else _bench_read(shape, name, page, read, backend)
-                )
-                torch.cuda.empty_cache()
-    return rows
-
-
-def write_json(rows: Sequence[Row], path: str | Path) -> None:
-    """Write rows with the card, driver, versions and command that made them."""
-    properties = torch.cuda.get_device_properties(0)
-    where = {
-        "gpu": properties.name,
-        "multiprocessors": properties.multi_processor_count,
-        "driver": subprocess.run(
-            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
-            check=False,
-            capture_output=True,
-            text=True,
-        ).stdout.strip(),
-        "torch": torch.__version__,
-        "triton": importlib.import_module("triton").__version__,
-        "nibblekv": nibblekv.__version__,
-        "command": sys.argv,
-    }
-    Path(path).write_text(json.dumps({**where, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+def _num_copies(page_bytes: int) -> int:
+    return max(MIN_COPIES, min(MAX_COPIES, -(-COLD_BYTES // page_bytes)))
 
 
 def _make(shape: Shape, layout: KVCacheLayout) -> dict[str, Any]:
@@ -180,33 +169,36 @@ def _make(shape: Shape, layout: KVCacheLayout) -> dict[str, Any]:
     }
 
 
-def _bench_read(shape: Shape, name: str, page: Any, read: float, backend: str) -> Row:
+def _bench_read(shape: Shape, name: str, page: Any, read: float, backend: str) -> dict[str, Any]:
     layout = KVCacheLayout.create(
         name, num_kv_heads=shape.num_kv_heads, head_size=shape.head_size, block_size=shape.block_size, page=page
     )
     options: dict[str, Any] = {"max_query_len": shape.query_len, "max_seq_len": shape.context, "backend": backend}
-    copies = [_make(shape, layout) for _ in range(COPIES if shape.op == "decode" else 1)]
+    moved = shape.batch * shape.context * layout.bytes_per_token
+    copies = [_make(shape, layout) for _ in range(_num_copies(moved) if shape.op == "decode" else 1)]
     if shape.op == "prefill":
         size = (shape.batch * shape.query_len, shape.num_kv_heads, shape.head_size)
         options["key"], options["value"] = torch.randn(2, *size, dtype=DTYPE, device="cuda")
-    outs = [torch.empty_like(copy["query"]) for copy in copies]
+    outs = [torch.full_like(copy["query"], torch.nan) for copy in copies]
 
     def call(copy: dict[str, Any], out: torch.Tensor) -> Callable[[], Any]:
         return lambda: nibblekv.paged_attention(**copy, layout=layout, out=out, **options)
 
     calls = [call(copy, out) for copy, out in zip(copies, outs, strict=True)]
-    time = graph_time(calls) if shape.op == "decode" or shape.query_len == shape.context else _stream_time(calls[0])
-    moved = shape.batch * shape.context * layout.bytes_per_token
-    rival = _fa3_time(shape)
-    error = _error(shape, layout, copies[0], outs[0], options)
-    return _row(shape, name, page, backend, time, moved, read, error, rival)
+    # A raw chunk behind a prefix reads lengths back, so it cannot be captured.
+    captured = shape.op == "decode" or shape.query_len == shape.context
+    time = graph_time(calls) if captured else _stream_time(calls[0])
+    row = _row(shape, name, page, time, moved, None if shape.op == "prefill" else read)
+    row["rel_err"] = _error(shape, layout, copies[0], outs[0], options)
+    return row
 
 
-def _bench_write(shape: Shape, name: str, page: Any, copy: float, backend: str) -> Row:
+def _bench_write(shape: Shape, name: str, page: Any, copy: float, backend: str) -> dict[str, Any]:
     layout = KVCacheLayout.create(name, num_kv_heads=shape.num_kv_heads, head_size=shape.head_size, page=page)
     blocks = -(-shape.context // layout.block_size)
+    moved = 2 * shape.context * shape.num_kv_heads * (2 * shape.head_size + layout.k_row_bytes + SCALE_WORD_BYTES)
     inputs = []
-    for _ in range(COPIES):
+    for _ in range(_num_copies(moved)):
         rows = torch.randn(2, shape.context, shape.num_kv_heads, shape.head_size, dtype=DTYPE, device="cuda")
         slots = torch.randperm(blocks * layout.block_size, device="cuda")[: shape.context]
         inputs.append((rows[0], rows[1], layout.allocate(blocks, "cuda"), slots))
@@ -214,25 +206,24 @@ def _bench_write(shape: Shape, name: str, page: Any, copy: float, backend: str) 
     def call(key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slots: torch.Tensor) -> Callable[[], None]:
         return lambda: nibblekv.reshape_and_cache(key, value, kv_cache, slots, layout, backend=backend)
 
-    calls = [call(*x) for x in inputs]
-    time = graph_time(calls)
+    row = _row(shape, name, page, graph_time([call(*x) for x in inputs]), moved, copy)
     expected = layout.allocate(blocks, "cuda")
     nibblekv.reshape_and_cache(inputs[0][0], inputs[0][1], expected, inputs[0][3], layout, backend="reference")
-    differing = float((expected != inputs[0][2]).float().mean())
-    moved = 2 * shape.context * shape.num_kv_heads * (2 * shape.head_size + layout.k_row_bytes + SCALE_WORD_BYTES)
-    return _row(shape, name, page, backend, time, moved, copy, differing, None)
-
-
-def _row(
-    shape: Shape, name: str, page: str, backend: str, time: float, moved: int, rate: float, error: float, rival: float | None
-) -> Row:
-    roof = moved / rate
-    row = Row(
-        shape.op, shape.name, f"{name} ({page})", backend, time, roof, 100 * roof / time, moved / time / 1e3, error, rival
-    )
-    if rival is not None and error <= ERROR_LIMIT:
-        row.speedup_fa3 = rival / time
+    row["rel_err"] = float((expected != inputs[0][2]).float().mean())
     return row
+
+
+def _row(shape: Shape, name: str, page: str, time: float, moved: int, rate: float | None) -> dict[str, Any]:
+    roof = None if rate is None else moved / rate
+    return {
+        "op": shape.op,
+        "shape": shape.name,
+        "format": f"{name} ({page})",
+        "time_us": time,
+        "roof_us": roof,
+        "pct_roof": None if roof is None else 100 * roof / time,
+        "gbps": moved / time / 1e3,
+    }
 
 
 def _stream_time(call: Callable[[], Any], repeats: int = 9) -> float:
@@ -280,7 +271,8 @@ def _fa3_time(shape: Shape) -> float | None:
     blocks = -(-shape.context // shape.block_size)
     total = shape.batch * blocks
     calls = []
-    for _ in range(COPIES):
+    moved = 4 * shape.batch * shape.context * shape.num_kv_heads * shape.head_size
+    for _ in range(_num_copies(moved)):
         pages = torch.randn(
             2, total, shape.block_size, shape.num_kv_heads, shape.head_size, dtype=torch.bfloat16, device="cuda"
         )
@@ -300,5 +292,53 @@ def _fa3_time(shape: Shape) -> float | None:
             "block_table": torch.randperm(total, device="cuda").to(torch.int32).view(shape.batch, blocks),
             "fa_version": 3,
         }
-        calls.append(lambda arguments=arguments: flash.flash_attn_varlen_func(**arguments))
+        calls.append(functools.partial(flash.flash_attn_varlen_func, **arguments))
     return graph_time(calls)
+
+
+def _vllm_int4_time(shape: Shape) -> float | None:
+    """Time vLLM's own int4_per_token_head attention on random pages of the same shape, if vLLM is installed."""
+    if importlib.util.find_spec("vllm") is None:
+        return None
+    kernel = importlib.import_module("vllm.v1.attention.ops.triton_unified_attention").unified_attention
+    mode = importlib.import_module("vllm.v1.kv_cache_interface").KVQuantMode.INT4_PER_TOKEN_HEAD
+    blocks, half = -(-shape.context // shape.block_size), shape.head_size // 2 + SCALE_WORD_BYTES
+    total, num_queries = shape.batch * blocks, shape.batch * shape.query_len
+    size = (total, shape.block_size, shape.num_kv_heads, 2 * half)
+    heads, threshold = shape.num_query_heads, 128 // shape.num_kv_heads
+    calls = []
+    for _ in range(_num_copies(torch.Size(size).numel())):
+        pages = torch.randint(0, 256, size, dtype=torch.uint8, device="cuda")
+        words = pages.view(torch.float32)
+        scales = [words[..., half // 4 - 1], words[..., -1]]
+        for scale in scales:
+            scale.fill_(0.05)
+        query = torch.randn(num_queries, heads, shape.head_size, dtype=torch.bfloat16, device="cuda")
+        arguments = {
+            "q": query,
+            "k": pages[..., :half],
+            "v": pages[..., half:],
+            "out": torch.empty_like(query),
+            "cu_seqlens_q": torch.arange(0, num_queries + 1, shape.query_len, dtype=torch.int32, device="cuda"),
+            "max_seqlen_q": shape.query_len,
+            "seqused_k": torch.full((shape.batch,), shape.context, dtype=torch.int32, device="cuda"),
+            "max_seqlen_k": shape.context,
+            "softmax_scale": shape.head_size**-0.5,
+            "causal": True,
+            "window_size": (-1, -1),
+            "block_table": torch.randperm(total, device="cuda").to(torch.int32).view(shape.batch, blocks),
+            "softcap": 0,
+            "q_descale": None,
+            "k_descale": None,
+            "v_descale": None,
+            "seq_threshold_3D": threshold,
+            "num_par_softmax_segments": VLLM_SEGMENTS,
+            "softmax_segm_output": torch.empty(threshold, heads, VLLM_SEGMENTS, shape.head_size, device="cuda"),
+            "softmax_segm_max": torch.empty(threshold, heads, VLLM_SEGMENTS, device="cuda"),
+            "softmax_segm_expsum": torch.empty(threshold, heads, VLLM_SEGMENTS, device="cuda"),
+            "kv_quant_mode": mode,
+            "k_scale_cache": scales[0],
+            "v_scale_cache": scales[1],
+        }
+        calls.append(functools.partial(kernel, **arguments))
+    return graph_time(calls, replays=5)

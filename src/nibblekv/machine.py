@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
+import subprocess
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -53,8 +55,16 @@ def machine() -> dict[str, Any]:
         "cpu_features": features,
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
+        "gpu_driver": _gpu_driver(),
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "platform": platform.platform(),
         "python": platform.python_version(),
         "packages": {package: version for package, version in versions().items() if version is not None},
     }
+
+
+def _gpu_driver() -> str | None:
+    if not torch.cuda.is_available() or shutil.which("nvidia-smi") is None:
+        return None
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    return subprocess.run(query, check=False, capture_output=True, text=True).stdout.split("\n")[0]

@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from nibblekv.benchmarking import bench_attention_cpu
+from nibblekv.benchmarking_cuda import bench_attention_cuda
 from nibblekv.benchmarking_serve import bench_serve
 from nibblekv.cli.common import (
     FORMATS_HELP,
@@ -39,6 +41,19 @@ ATTENTION_COLUMNS: Columns = {
     "baseline_us": ("baseline us", "{:,.1f}".format),
     "ratio": ("times faster", "{:.2f}".format),
 }
+CUDA_COLUMNS: Columns = {
+    "op": ("operation", str),
+    "shape": ("shape", str),
+    "format": ("format", str),
+    "time_us": ("us", "{:,.1f}".format),
+    "roof_us": ("roof us", "{:,.1f}".format),
+    "pct_roof": ("% of roof", "{:.0f}".format),
+    "gbps": ("GB/s", "{:,.0f}".format),
+    "fa3_us": ("FlashAttention 3 us", "{:,.1f}".format),
+    "vllm_int4_us": ("vLLM int4 us", "{:,.1f}".format),
+    "rel_err": ("error", "{:.1e}".format),
+    "ratio": ("times faster than FA3", "{:.2f}".format),
+}
 GENERATE_COLUMNS: Columns = {
     "format": ("format", str),
     "context": ("context", "{:,}".format),
@@ -69,15 +84,15 @@ def attention(
     json_file: JsonOption = None,
 ) -> None:
     """Time attention and writes on packed pages against torch's own attention, in one process."""
-    if device == "cpu":
-        from nibblekv.benchmarking import bench_attention_cpu as bench
-    elif device == "cuda":
-        from nibblekv.benchmarking_cuda import bench_attention_cuda as bench
-    else:
+    if device not in ("cpu", "cuda"):
         raise ValueError(f"device: expected cpu or cuda, got {device!r}")
     with progress_bar() as progress:
-        rows = bench(progress=progress)
-    print_table(f"attention on {device}", rows, ATTENTION_COLUMNS)
+
+        def show(line: str) -> None:
+            progress(line, 0, 0)
+
+        rows = bench_attention_cpu(progress=show) if device == "cpu" else bench_attention_cuda(progress=show)
+    print_table(f"attention on {device}", rows, ATTENTION_COLUMNS if device == "cpu" else CUDA_COLUMNS)
     write_json(json_file, rows)
 
 

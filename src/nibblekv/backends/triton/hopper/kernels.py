@@ -26,7 +26,7 @@ times (85 us).
 """
 
 # Gluon's compiler takes neither starred tuples nor conditional expressions of different lengths; its types are not Python's.
-# ruff: noqa: RUF005, SIM108
+# ruff: noqa: RUF005
 # mypy: ignore-errors
 
 from __future__ import annotations
