@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-
-transformers = pytest.importorskip("transformers")
-
+import transformers
 from tiny_models import save_tiny_model
 
 from nibblekv import FORMATS, dequantize, quantize
@@ -169,7 +167,7 @@ def test_what_a_model_cannot_use_has_a_row_that_says_why(tmp_path, windows):
 
 
 def test_unknown_formats_are_refused(tiny, windows):
-    with pytest.raises(ValueError, match="format: expected one of int4, .*got 'int5'; also none, hf-quanto, hf-hqq"):
+    with pytest.raises(ValueError, match=r"format: expected one of int4, .*got 'int5'; also none, hf-quanto, hf-hqq"):
         evaluate(tiny[0], ["none", "int5"], windows, model_name="tiny")
 
 

@@ -78,7 +78,7 @@ def test_layers_are_read_from_a_config():
     assert attention_layers(config(num_key_value_heads=2, head_dim=128)) == [AttentionLayer(2, 128, 128)] * 4
     assert attention_layers(config(sliding_window=64)) == [AttentionLayer(8, 64, 64, 64)] * 4
     assert attention_layers(config(sliding_window=64, use_sliding_window=False)) == [AttentionLayer(8, 64, 64)] * 4
-    mixed = config(sliding_window=64, layer_types=["linear_attention", "sliding_attention", "full_attention"] + ["x"])
+    mixed = config(sliding_window=64, layer_types=["linear_attention", "sliding_attention", "full_attention", "x"])
     assert attention_layers(mixed) == [AttentionLayer(8, 64, 64, 64), AttentionLayer(8, 64, 64)]
     assert len(attention_layers(config(num_kv_shared_layers=3))) == 1
 

@@ -190,7 +190,7 @@ def evaluate(
                         found = _generate(model, format, prompt, new_tokens)
                         advance(f"greedy: {format}")
                     greedy[format].append(found == expected)
-    table = []
+    table: list[dict[str, Any]] = []
     for format in formats:
         if format in refused:
             table.append({"model": model_name, "format": format, "note": refused[format]})

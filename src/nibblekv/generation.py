@@ -52,14 +52,15 @@ def generate_side_by_side(
         check_format(format)
     if chat and tokenizer.chat_template:
         messages = [{"role": "user", "content": prompt}]
-        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+        chatted: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+        ids = chatted["input_ids"]
     else:
         ids = tokenizer(prompt).input_ids
     if not ids:
         raise ValueError("prompt: expected at least one token, got an empty text")
     inputs = torch.tensor([ids], device=model.device)
     sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
-    rows = []
+    rows: list[dict[str, Any]] = []
     for done, format in enumerate(formats):
         if progress is not None:
             progress(f"generate: {format}", done, len(formats))

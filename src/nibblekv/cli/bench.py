@@ -12,6 +12,7 @@ from nibblekv.benchmarking_serve import bench_serve
 from nibblekv.cli.common import (
     FORMATS_HELP,
     HELP_SETTINGS,
+    Columns,
     JsonOption,
     ModelOption,
     format_bytes,
@@ -28,7 +29,7 @@ from nibblekv.models import DEMO_MODELS, fetch_demo_model, load_model
 
 app = typer.Typer(help="Time attention, generation with each format, and serving with vLLM.", context_settings=HELP_SETTINGS)
 
-ATTENTION_COLUMNS = {
+ATTENTION_COLUMNS: Columns = {
     "op": ("operation", str),
     "shape": ("shape", str),
     "format": ("format", str),
@@ -38,7 +39,7 @@ ATTENTION_COLUMNS = {
     "baseline_us": ("baseline us", "{:,.1f}".format),
     "ratio": ("times faster", "{:.2f}".format),
 }
-GENERATE_COLUMNS = {
+GENERATE_COLUMNS: Columns = {
     "format": ("format", str),
     "context": ("context", "{:,}".format),
     "prefill_s": ("prefill s", "{:.2f}".format),

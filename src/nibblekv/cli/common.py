@@ -25,11 +25,14 @@ from nibblekv.machine import machine
 from nibblekv.models import DEMO_MODELS
 
 # Tables need room where no terminal says how wide it is.
-console = Console(width=None if sys.stdout.isatty() else 120)
+console = Console(width=None if sys.stdout.isatty() else 200)
 errors = Console(stderr=True)
 
 HELP_SETTINGS = {"help_option_names": ["-h", "--help"]}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+# Key of a row -> (heading, how to write a value).
+Columns = dict[str, tuple[str, Callable[[Any], str]]]
 
 JsonOption = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="Write the rows, with the machine, to FILE.")
@@ -89,6 +92,7 @@ def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
         TimeElapsedColumn(),
         console=errors,
         transient=True,
+        disable=not errors.is_terminal,
     ) as bar:
         task = bar.add_task("starting", total=None)
 
@@ -101,7 +105,7 @@ def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
         yield update
 
 
-def print_table(title: str, rows: Sequence[dict[str, Any]], columns: dict[str, tuple[str, Callable[[Any], str]]]) -> None:
+def print_table(title: str, rows: Sequence[dict[str, Any]], columns: Columns) -> None:
     """Print rows as a table; a row with a `note` has it printed below.
 
     Args:

@@ -11,7 +11,7 @@ import typer
 from nibblekv import evaluation, generation
 from nibblekv.cli import bench, evaluate
 from nibblekv.cli import generate as generate_command
-from nibblekv.cli.common import JsonOption, console, format_bytes, print_table, progress_bar, write_json
+from nibblekv.cli.common import Columns, JsonOption, console, format_bytes, print_table, progress_bar, write_json
 from nibblekv.models import DEMO_MODELS, load_model
 from nibblekv.plan import attention_layers, plan_rows
 
@@ -22,7 +22,7 @@ BENCH_CONTEXT = 2048
 EVAL_WINDOWS, EVAL_WINDOW = 3, 512
 MEMORY = 2**30
 
-PLAN_COLUMNS = {
+PLAN_COLUMNS: Columns = {
     "format": ("format", str),
     "bits_per_value": ("bits/value", "{:.3f}".format),
     "bytes_per_token": ("bytes/token", "{:,}".format),

@@ -9,6 +9,7 @@ import typer
 from nibblekv import evaluation
 from nibblekv.cli.common import (
     FORMATS_HELP,
+    Columns,
     JsonOption,
     ModelOption,
     console,
@@ -21,7 +22,7 @@ from nibblekv.cli.common import (
 from nibblekv.models import load_model
 from nibblekv.peers import check_format
 
-COLUMNS = {
+COLUMNS: Columns = {
     "format": ("format", str),
     "bits_per_value": ("bits/value", "{:.3f}".format),
     "perplexity": ("perplexity", "{:.3f}".format),

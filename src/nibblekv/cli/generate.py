@@ -9,6 +9,7 @@ import typer
 from nibblekv import generation
 from nibblekv.cli.common import (
     FORMATS_HELP,
+    Columns,
     JsonOption,
     ModelOption,
     console,
@@ -21,7 +22,7 @@ from nibblekv.cli.common import (
 )
 from nibblekv.models import load_model
 
-COLUMNS = {
+COLUMNS: Columns = {
     "format": ("format", str),
     "prompt_tokens": ("prompt", "{:,}".format),
     "new_tokens": ("new tokens", "{:,}".format),

@@ -8,6 +8,7 @@ import typer
 
 from nibblekv.cli.common import (
     FORMATS_HELP,
+    Columns,
     JsonOption,
     format_bytes,
     parse_bytes,
@@ -19,7 +20,7 @@ from nibblekv.cli.common import (
 from nibblekv.models import load_config
 from nibblekv.plan import DEFAULT_BLOCK_SIZE, AttentionLayer, attention_layers, plan_rows
 
-COLUMNS = {
+COLUMNS: Columns = {
     "format": ("format", str),
     "bits_per_value": ("bits/value", "{:.3f}".format),
     "bytes_per_token": ("bytes/token", "{:,}".format),
