@@ -33,7 +33,8 @@ done
 "$python" - "$port" <<'PYTHON'
 import json, sys, urllib.request
 
-question = {"model": "demo", "messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 32}
+messages = [{"role": "user", "content": "What is the capital of France?"}]
+question = {"model": "demo", "messages": messages, "max_tokens": 32, "temperature": 0}
 request = urllib.request.Request(
     f"http://127.0.0.1:{sys.argv[1]}/v1/chat/completions", json.dumps(question).encode(), {"Content-Type": "application/json"}
 )
