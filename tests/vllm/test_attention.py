@@ -272,6 +272,8 @@ def test_a_batch_without_prefills_is_not_split():
     starts = torch.tensor([0, 1, 9])
     common = SimpleNamespace(max_query_len=8, num_reqs=2, query_start_loc=starts, query_start_loc_cpu=starts)
     assert attention.split_prefills(common, 8) is None
-    split = attention.split_prefills(SimpleNamespace(**vars(common) | {"max_query_len": 9}), 7)
+    loose = SimpleNamespace(**vars(common) | {"max_query_len": 9})
+    assert attention.split_prefills(loose, 8) is None
+    split = attention.split_prefills(loose, 7)
     assert (split.num_decodes, split.num_decode_tokens, split.max_decode_len) == (1, 1, 1)
     assert split.query_start_loc.tolist() == [0, 8]

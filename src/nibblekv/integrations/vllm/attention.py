@@ -128,7 +128,10 @@ def split_prefills(common: Any, threshold: int) -> PrefillSplit | None:
         return None
     starts = common.query_start_loc_cpu[: common.num_reqs + 1]
     query_lens = starts[1:] - starts[:-1]
-    num_decodes = int((query_lens > threshold).int().argmax())
+    prefills = query_lens > threshold
+    if not bool(prefills.any()):  # max_query_len may be an upper bound
+        return None
+    num_decodes = int(prefills.int().argmax())
     num_decode_tokens = int(starts[num_decodes])
     return PrefillSplit(
         num_decodes,
@@ -146,7 +149,6 @@ class QuantizedAttention:
 
     def configure(
         self,
-        num_heads: int,
         head_size: int,
         scale: float,
         num_kv_heads: int,

@@ -107,7 +107,7 @@ class NibbleKVCPUImpl(QuantizedAttention, CPUAttentionBackendImpl):
             self.is_ours, kv_cache_dtype = False, "auto"
         if self.is_ours:
             self.configure(
-                num_heads, head_size, scale, num_kv_heads, sliding_window, kv_cache_dtype, logits_soft_cap, attn_type,
+                head_size, scale, num_kv_heads, sliding_window, kv_cache_dtype, logits_soft_cap, attn_type,
                 kv_sharing_target_layer_name,
             )  # fmt: skip
         super().__init__(

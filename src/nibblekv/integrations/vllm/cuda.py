@@ -77,7 +77,7 @@ class NibbleKVTritonImpl(QuantizedAttention, TritonAttentionImpl):
             self.is_ours, kv_cache_dtype = False, "auto"
         if self.is_ours:
             self.configure(
-                num_heads, head_size, scale, num_kv_heads, sliding_window, kv_cache_dtype, logits_soft_cap, attn_type,
+                head_size, scale, num_kv_heads, sliding_window, kv_cache_dtype, logits_soft_cap, attn_type,
                 kv_sharing_target_layer_name, use_alibi_sqrt, chunk_lookback,
             )  # fmt: skip
         super().__init__(
