@@ -128,7 +128,7 @@ def bench_attention_cuda(
             progress(f"{shape.op} {shape.name} {name}")
             torch.manual_seed(0)
             row = (
-                _bench_write(shape, name, page, copy)
+                _bench_write(shape, name, page, copy, backend)
                 if shape.op == "write"
                 else _bench_read(shape, name, page, read, backend)
             )
