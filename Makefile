@@ -5,10 +5,14 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# vLLM pins much that the rest does not; its CPU build has its own environment, made from tests/vllm/requirements*.txt.
+VLLM_VENV := .venv-vllm
+VLLM_BIN := $(VLLM_VENV)/bin
+VLLM_PIP := $(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test lint clean
+.PHONY: demo test test-core test-vllm lint fuzz clean
 
-$(VENV)/.base: pyproject.toml
+$(VENV)/.base: pyproject.toml setup.py $(wildcard src/nibblekv/backends/cpu/csrc/*)
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) '$(TORCH)'
 	$(PIP) --editable '.[hf,cli]'
@@ -16,6 +20,14 @@ $(VENV)/.base: pyproject.toml
 
 $(VENV)/.dev: $(VENV)/.base
 	$(PIP) --editable '.[all,peers,dev]'
+	touch $@
+
+$(VLLM_VENV)/.base: pyproject.toml setup.py $(wildcard src/nibblekv/backends/cpu/csrc/*) tests/vllm/requirements.txt tests/vllm/requirements-no-deps.txt
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_PIP) '$(TORCH)'
+	$(VLLM_PIP) --no-deps --requirement tests/vllm/requirements-no-deps.txt
+	$(VLLM_PIP) --requirement tests/vllm/requirements.txt
+	$(VLLM_PIP) --no-deps --editable .
 	touch $@
 
 demo: $(VENV)/.base
@@ -26,8 +38,18 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: $(VENV)/.dev
+test: test-core test-vllm
+
+test-core: $(VENV)/.dev
 	$(BIN)/python -m pytest
 
+test-vllm: $(VLLM_VENV)/.base
+	$(VLLM_BIN)/python -m pytest tests/vllm
+
+# Seconds of differential fuzzing, shared by the backends of this machine.
+SECONDS ?= 60
+fuzz: $(VENV)/.dev
+	$(BIN)/python tests/fuzz.py --seconds $(SECONDS)
+
 clean:
-	rm -rf $(VENV) .venv-vllm build
+	rm -rf $(VENV) $(VLLM_VENV) build

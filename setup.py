@@ -14,7 +14,15 @@ setup(
             depends=sorted(str(path) for path in SOURCES.glob("*.h")),
             # The kernels choose their instruction set at run time, so no -march here. Contracting a * b + c would round
             # codes differently from the format's formulas.
-            extra_compile_args=["-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-Wno-psabi", "-Wno-maybe-uninitialized"],
+            extra_compile_args=[
+                "-std=c++17",
+                "-O3",
+                "-fno-math-errno",
+                "-fno-trapping-math",
+                "-ffp-contract=off",
+                "-Wno-psabi",
+                "-Wno-maybe-uninitialized",
+            ],
             optional=True,  # without a compiler the package installs, and the backend says what is missing
         )
     ]

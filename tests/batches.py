@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass
+from typing import ClassVar
 
+import pytest
 import torch
 
 from nibblekv import AttentionOptions, KVCacheLayout, gather_and_dequantize, paged_attention, reshape_and_cache
 from nibblekv.backends import BACKENDS, get_backend
 
 POISON = 0xFF  # code 15 or NaN, and a scale word that is NaN
+CANARY = 0xA5
 
 
 def usable_backends() -> list[str]:
@@ -24,10 +27,30 @@ def _serves_cpu(name: str) -> bool:
     return get_backend(name).supports(layout, AttentionOptions(softmax_scale=1.0), torch.device("cpu")) is None
 
 
+def place(
+    layout: KVCacheLayout, blocks: int, *, offset: int = 0, pad_row: int = 0, pad_head: int = 0, pad_block: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return an allocation full of canaries and a cache of `layout` in it: offset and padded by these bytes."""
+    if layout.page == "planar":
+        tile = layout.tile_bytes + pad_head
+        strides = (layout.num_kv_heads * tile + pad_block, tile, 1)
+    else:
+        row = layout.slot_bytes + pad_row
+        if layout.block_order == "HND":
+            head, slot = layout.block_size * row + pad_head, row
+            strides = (layout.num_kv_heads * head + pad_block, head, slot, 1)
+        else:
+            head, slot = row, layout.num_kv_heads * row + pad_head
+            strides = (layout.block_size * slot + pad_block, head, slot, 1)
+    allocation = torch.full((offset + blocks * strides[0] + 8,), CANARY, dtype=torch.uint8)
+    return allocation, allocation.as_strided(layout.shape(blocks), strides, offset)
+
+
 @dataclass
 class Batch:
-    """Sequences in pages, and the queries that attend to them."""
+    """Sequences in pages, and the queries that attend to them with `Batch.backend`."""
 
+    backend: ClassVar[str] = "reference"
     layout: KVCacheLayout
     query: torch.Tensor
     key: torch.Tensor
@@ -88,7 +111,15 @@ class Batch:
         )
 
     def attend(self, **options: object) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Call `paged_attention` on the batch, into an output that is NaN wherever nothing is written."""
+        """Call `paged_attention` on the batch, into an output that is NaN wherever nothing is written.
+
+        Skip the test if the backend does not support the call.
+        """
+        known = {name: options[name] for name in options if name in AttentionOptions.__dataclass_fields__}
+        described = AttentionOptions(**{"softmax_scale": 1.0, **known})  # type: ignore[arg-type]
+        reason = get_backend(self.backend).supports(self.layout, described, self.query.device)
+        if reason is not None:
+            pytest.skip(f"{self.backend}: {reason}")
         if "out" not in options and options.get("output_scale") is None:
             shape = (*self.query.shape[:2], self.layout.head_size_v)
             options["out"] = torch.full(shape, torch.nan, dtype=self.query.dtype)
@@ -99,7 +130,8 @@ class Batch:
             self.seq_lens,
             self.query_start_loc,
             self.layout,
-            **{"backend": "reference", **options},  # type: ignore[arg-type]
+            backend=self.backend,
+            **options,  # type: ignore[arg-type]
         )
 
     def dequantized(self, raw_chunk: bool = False) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -59,7 +59,8 @@ def attend(
                 sink = [] if options.sinks is None else [options.sinks[h].double().reshape(1)]
                 lse[i, h] = torch.logsumexp(torch.cat([score, *sink]), 0)
                 if seen:
-                    out[i, h] = torch.exp(score - lse[i, h]) @ value[k, kv_head].double()
+                    shift = 0.0 if lse[i, h] == -torch.inf else lse[i, h]  # every score is -inf: no weight at all
+                    out[i, h] = torch.exp(score - shift) @ value[k, kv_head].double()
     if options.output_scale is not None:
         out = (out / options.output_scale.double()).clamp(-448, 448)
     return out, lse

@@ -164,3 +164,25 @@ def test_sizes_are_read_and_written():
         24 * 2**30, 80 * 10**9, 512 * 10**6, 1500, 7,
     ]  # fmt: skip
     assert [format_bytes(size) for size in (10, 2048, 3 * 2**30)] == ["10 B", "2 KiB", "3 GiB"]
+
+
+def test_bench_serve_prints_figures_and_failures(tmp_path, monkeypatch):
+    """Catches options that do not reach the benchmark, and a failed engine that hides the others' figures."""
+    path, seen = tmp_path / "serve.json", {}
+    figures = {
+        "requests": 3,
+        "cache_tokens": 4096,
+        "prefill_tok_s": 5.0,
+        "decode_tok_s": 6.0,
+        "total_tok_s": 7.0,
+        "ttft_ms": 8.0,
+    }
+    rows = [{"contender": "int4, nibblekv", **figures}, {"contender": "int4, vLLM", "error": "no GPU"}]
+    monkeypatch.setattr("nibblekv.cli.bench.bench_serve", lambda model, **options: seen.update(options, model=model) or rows)
+    output = invoke(
+        "bench", "serve", "-m", "folder", "--requests", "0", "--engine", '{"seed": 1}', "--json", str(path)
+    ).output
+    assert "4,096" in output
+    assert "int4, vLLM failed: no GPU" in output
+    assert (seen["model"], seen["requests"], seen["context"], seen["engine"]) == ("folder", None, 8000, {"seed": 1})
+    assert [row["contender"] for row in json.loads(path.read_text())["rows"]] == ["int4, nibblekv", "int4, vLLM"]

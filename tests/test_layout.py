@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from batches import CANARY, place
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nibblekv import FORMATS, KVCacheLayout, gather_and_dequantize, reshape_and_cache
 
-CANARY = 0xA5
 ARRANGEMENTS = [("planar", "HND"), ("interleaved", "HND"), ("interleaved", "NHD")]
 
 
@@ -33,24 +33,11 @@ def placed_caches(draw: st.DrawFn) -> tuple[KVCacheLayout, torch.Tensor, torch.T
     """Draw a layout, an allocation full of canaries, and a cache in it: padded, offset, permuted."""
     layout = draw(layouts())
     blocks = draw(st.integers(1, 4))
-    offset, pad_block, pad_head, pad_row = (4 * draw(st.integers(0, 5)) for _ in range(4))
-    if layout.page == "planar":
-        tile = layout.tile_bytes + pad_head
-        block = layout.num_kv_heads * tile + pad_block
-        shape, strides = layout.shape(blocks), (block, tile, 1)
-        if draw(st.booleans()):
-            shape, strides = (*shape[:2], layout.block_size, layout.slot_bytes), (block, tile, layout.slot_bytes, 1)
-    else:
-        row = layout.slot_bytes + pad_row
-        if layout.block_order == "HND":
-            head, slot = layout.block_size * row + pad_head, row
-            block = layout.num_kv_heads * head + pad_block
-        else:
-            head, slot = row, layout.num_kv_heads * row + pad_head
-            block = layout.block_size * slot + pad_block
-        shape, strides = layout.shape(blocks), (block, head, slot, 1)
-    allocation = torch.full((offset + blocks * block + 8,), CANARY, dtype=torch.uint8)
-    return layout, allocation, allocation.as_strided(shape, strides, offset)
+    pads = {name: 4 * draw(st.integers(0, 5)) for name in ("offset", "pad_row", "pad_head", "pad_block")}
+    allocation, kv_cache = place(layout, blocks, **pads)
+    if layout.page == "planar" and draw(st.booleans()):  # a tile may also come as rows
+        kv_cache = kv_cache.unflatten(-1, (layout.block_size, layout.slot_bytes))
+    return layout, allocation, kv_cache
 
 
 @pytest.mark.parametrize(
@@ -237,6 +224,10 @@ def test_check_refuses_caches_that_cannot_be_viewed(page: str):
     strides = good.stride()
     with pytest.raises(ValueError, match="bytes of a row to be contiguous"):
         layout.check(room.as_strided(good.shape, (*(2 * s for s in strides[:-1]), 2)))
+    if page == "planar":  # rows with gaps are no tile
+        rows = (3, 2, layout.block_size, layout.slot_bytes)
+        with pytest.raises(ValueError, match="kv_cache: expected shape"):
+            layout.check(room.as_strided(rows, (2 * strides[0], 2 * strides[1], layout.slot_bytes + 4, 1)))
     with pytest.raises(ValueError, match="multiples of 4 bytes"):
         layout.check(room.as_strided(good.shape, (strides[0] + 2, *strides[1:])))
     with pytest.raises(ValueError, match="offset 6"):

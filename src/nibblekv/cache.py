@@ -15,15 +15,18 @@ from typing import Any
 import torch
 
 from nibblekv import ops
+from nibblekv.backends import select_backend
 from nibblekv.layout import KVCacheLayout
+from nibblekv.options import AttentionOptions
 
 __all__ = ["CacheFullError", "CacheStep", "PagedKVCache"]
 
-# A pool without a fixed size grows by an eighth: a copy of the pool is then rarer than one in `tokens / 8` steps, and at
-# most an eighth is idle.
-GROWTH_DIVISOR = 8
-MIN_GROWTH = 8
+# A pool without a fixed size grows by 1/64, so that at most that is idle. Per token this copies as many bytes as
+# attention reads at a context of 64 tokens.
+GROWTH_DIVISOR = 64
 MAX_SLOTS = 2**31 - 1
+# Kinds of calls remembered at most: a caller that makes new option tensors for every call must not fill the memory.
+MAX_CHECKED_CALLS = 512
 
 
 class CacheFullError(RuntimeError):
@@ -98,7 +101,7 @@ class PagedKVCache:
         self.layouts: list[KVCacheLayout] = []
         self.kv_caches: list[torch.Tensor] = []
         self.growable = num_blocks is None
-        self.num_blocks = MIN_GROWTH if num_blocks is None else num_blocks
+        self.num_blocks = 1 if num_blocks is None else num_blocks
         self._check_slots(self.num_blocks)
         self._references = [0] * self.num_blocks
         self._free_blocks = list(range(self.num_blocks - 1, -1, -1))
@@ -106,6 +109,9 @@ class PagedKVCache:
         self._next_id = 0
         self._free_rows: list[int] = []
         self._block_table = torch.zeros(0, 4, dtype=torch.int32, device=self.device)
+        # A call of a kind that passed every check once goes straight to its backend: the checks cost 0.1 ms per layer,
+        # and the indices are our own.
+        self._checked: dict[Any, Any] = {}
         for layout in layouts:
             self.add_layer(layout)
 
@@ -225,9 +231,25 @@ class PagedKVCache:
             step: from `extend`.
             key: [sum(num_tokens), num_kv_heads, head_size]; value: [.., head_size_v]; see `nibblekv.reshape_and_cache`.
         """
-        ops.reshape_and_cache(
-            key, value, self.kv_caches[layer], step.slot_mapping, self.layouts[layer], backend=self.backend
+        kv_cache, layout, slots = self.kv_caches[layer], self.layouts[layer], step.slot_mapping
+        kind = (
+            layer,
+            key.shape,
+            value.shape,
+            key.dtype,
+            value.dtype,
+            key.device,
+            value.device,
+            key.stride(-1),
+            value.stride(-1),
         )
+        backend_write = self._checked.get(kind)
+        if backend_write is not None and key.shape[0] == slots.shape[0]:
+            backend_write(key, value, kv_cache, slots, layout)
+            return
+        ops.reshape_and_cache(key, value, kv_cache, slots, layout, backend=self.backend)
+        if slots.shape[0]:
+            self._remember(kind, select_backend(self.backend, layout, None, kv_cache.device).reshape_and_cache)
 
     def append(
         self,
@@ -276,13 +298,24 @@ class PagedKVCache:
         Returns:
             As `nibblekv.paged_attention`.
         """
-        return ops.paged_attention(
+        kv_cache, layout = self.kv_caches[layer], self.layouts[layer]
+        kind = (layer, query.shape, query.dtype, query.device, len(step.seq_ids), *options.items())
+        checked = self._checked.get(kind) if key is None and value is None else None
+        if checked is not None and query.shape[0] == step.slot_mapping.shape[0]:
+            backend_attend, attention_options = checked
+            out = query.new_empty(*query.shape[:2], layout.head_size_v)
+            backend_attend(
+                query, kv_cache, step.block_table, step.seq_lens, step.query_start_loc, layout, attention_options,
+                out, None, None, None, step.max_query_len, step.max_seq_len,
+            )  # fmt: skip
+            return out
+        result = ops.paged_attention(
             query,
-            self.kv_caches[layer],
+            kv_cache,
             step.block_table,
             step.seq_lens,
             step.query_start_loc,
-            self.layouts[layer],
+            layout,
             key=key,
             value=value,
             max_query_len=step.max_query_len,
@@ -290,12 +323,23 @@ class PagedKVCache:
             backend=self.backend,
             **options,
         )
+        if query.shape[0] and not {"out", "return_lse", "output_scale"} & options.keys():
+            scale = options.pop("softmax_scale", None)
+            attention_options = AttentionOptions(layout.head_size**-0.5 if scale is None else scale, **options)
+            module = select_backend(self.backend, layout, attention_options, query.device)
+            self._remember(kind, (module.paged_attention, attention_options))
+        return result
 
     def gather(self, seq_id: int, layer: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what a layer stores of a sequence as float32: key [length, num_kv_heads, head_size] and value."""
         sequence = self._lookup((seq_id,))[0]
         table = self._block_table[sequence.row]
         return ops.gather_and_dequantize(self.kv_caches[layer], table, sequence.length, self.layouts[layer])
+
+    def _remember(self, kind: Any, call: Any) -> None:
+        if len(self._checked) >= MAX_CHECKED_CALLS:
+            self._checked.clear()
+        self._checked[kind] = call
 
     def _lookup(self, seq_ids: Sequence[int], distinct: bool = False) -> list[_Sequence]:
         try:
@@ -333,7 +377,7 @@ class PagedKVCache:
                     f"the cache is full: expected {need} free pages of {self.block_size} tokens, got "
                     f"{len(self._free_blocks)} of {self.num_blocks}; free or crop sequences, or create it with more pages"
                 )
-            self._grow(max(missing, self.num_blocks // GROWTH_DIVISOR, MIN_GROWTH))
+            self._grow(max(missing, self.num_blocks // GROWTH_DIVISOR))
 
     def _grow(self, extra: int) -> None:
         num_blocks = self.num_blocks + extra

@@ -113,8 +113,8 @@ def check_head_size(head_size: int, name: str = "head_size") -> None:
 def encode_rows(y: torch.Tensor, fmt: QuantFormat) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize rotated rows.
 
-    A row that holds NaN or Inf, or whose range leaves the scale's, is stored as code 0 with a NaN scale word, so that it
-    decodes to NaN in every dimension and nothing else does.
+    A row that holds NaN or Inf, or whose scale leaves float32, is stored as code 0 with a NaN scale word, so that it decodes
+    to NaN in every dimension and nothing else does.
 
     Args:
         y: [..., head_size] float32, in the rotated domain.
@@ -142,7 +142,7 @@ def encode_rows(y: torch.Tensor, fmt: QuantFormat) -> tuple[torch.Tensor, torch.
         scale = (torch.maximum(hi, -lo) / fmt.code_max).clamp(min=SCALE_FLOOR)
         codes = y * (1.0 / scale)[..., None]
         words = scale.view(torch.int32)
-    bad = ~(torch.isfinite(y).all(-1) & torch.isfinite(scale) & torch.isfinite(hi - lo))
+    bad = ~torch.isfinite(scale)  # NaN and Inf of the row reach it through min and max, which propagate NaN
     words = torch.where(bad, torch.full_like(words, _NAN_WORD[fmt.word]), words)
     codes = torch.where(bad[..., None], torch.zeros_like(codes), codes)
     return _pack_codes(codes, fmt), words

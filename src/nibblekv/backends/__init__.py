@@ -7,6 +7,7 @@ device) -> str | None` (why it cannot serve this call), `reshape_and_cache` and 
 
 from __future__ import annotations
 
+import functools
 import importlib
 from types import ModuleType
 
@@ -25,6 +26,7 @@ BACKENDS: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 
 
+@functools.cache
 def get_backend(name: str) -> ModuleType:
     """Import a backend by its name in `BACKENDS`.
 

@@ -1,11 +1,14 @@
-"""`nibblekv bench`: time attention, and generation with each format."""
+"""`nibblekv bench`: time attention, generation with each format, and serving with vLLM."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import json
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import typer
 
+from nibblekv.benchmarking_serve import bench_serve
 from nibblekv.cli.common import (
     FORMATS_HELP,
     HELP_SETTINGS,
@@ -22,9 +25,9 @@ from nibblekv.cli.common import (
 )
 from nibblekv.evaluation import TEXTS, load_text, text_windows
 from nibblekv.generation import DEFAULT_ROUNDS, bench_generate
-from nibblekv.models import load_model
+from nibblekv.models import DEMO_MODELS, fetch_demo_model, load_model
 
-app = typer.Typer(help="Time attention, and generation with each format.", context_settings=HELP_SETTINGS)
+app = typer.Typer(help="Time attention, generation with each format, and serving with vLLM.", context_settings=HELP_SETTINGS)
 
 ATTENTION_COLUMNS: Columns = {
     "op": ("operation", str),
@@ -46,6 +49,16 @@ GENERATE_COLUMNS: Columns = {
     "bytes_per_token": ("bytes/token", "{:,.0f}".format),
     "speed_ratio": ("times faster", "{:.2f}".format),
     "memory_ratio": ("times smaller", "{:.2f}".format),
+}
+
+SERVE_COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "contender": ("cache", str),
+    "requests": ("requests", "{:,}".format),
+    "cache_tokens": ("cache tokens", "{:,}".format),
+    "prefill_tok_s": ("prefill tok/s", "{:,.0f}".format),
+    "decode_tok_s": ("decode tok/s", "{:,.0f}".format),
+    "total_tok_s": ("total tok/s", "{:,.0f}".format),
+    "ttft_ms": ("first token ms", "{:,.0f}".format),
 }
 
 
@@ -88,4 +101,35 @@ def generate(
             loaded, prompt, names, model_name=model, new_tokens=new_tokens, rounds=rounds, progress=progress
         )
     print_table(f"{model}, {loaded.dtype}, greedy decoding after {context:,} tokens", rows, GENERATE_COLUMNS)
+    write_json(json_file, rows)
+
+
+@app.command("serve")
+@user_errors
+def serve(
+    model: Annotated[
+        str | None,
+        typer.Option("--model", "-m", help="A demo model or a folder; default: random weights, Llama-3.1-8B's shape."),
+    ] = None,
+    requests: Annotated[int, typer.Option(help="Prompts served together; 0: as many as each pool holds.")] = 32,
+    context: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 8000,
+    new_tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 128,
+    engine: Annotated[str, typer.Option(help="Further arguments of vllm.LLM, as JSON.")] = "{}",
+    json_file: JsonOption = None,
+) -> None:
+    """Serve the same load with vLLM's 16-bit cache, its int4 cache and ours, one engine after the other."""
+    folder = str(fetch_demo_model(model)) if model in DEMO_MODELS else model
+    with progress_bar() as progress:
+        rows = bench_serve(
+            folder,
+            requests=requests or None,
+            context=context,
+            new_tokens=new_tokens,
+            engine=json.loads(engine),
+            progress=progress,
+        )
+    print_table("vLLM", [row for row in rows if "error" not in row], SERVE_COLUMNS)
+    for row in rows:
+        if "error" in row:
+            typer.echo(f"{row['contender']} failed: {row['error']}", err=True)
     write_json(json_file, rows)

@@ -7,6 +7,7 @@ from typing import Any
 import nibblekv
 from nibblekv import machine
 from nibblekv.cli.common import JsonOption, console, write_json
+from nibblekv.integrations.vllm import vllm_status
 from nibblekv.models import DEMO_MODELS, cache_directory
 
 
@@ -29,6 +30,9 @@ def doctor(json_file: JsonOption = None) -> None:
     report("hardware", "GPU", bool(found["gpus"]), ", ".join(found["gpus"]) or "none that torch can use")
     for name, reason in nibblekv.available_backends().items():
         report("backend", name, reason is None, reason or "works here")
+    plugin = vllm_status()
+    served = "; ".join(f"{dtype}: {f['k_format']} keys, {f['v_format']} values" for dtype, f in plugin["dtypes"].items())
+    report("plugin", "vllm", plugin["active"], plugin["reason"] or f"{plugin['distribution']} {plugin['version']}, {served}")
     for name, model in DEMO_MODELS.items():
         cached = any((cache_directory() / "models").glob(f"{name}-*"))
         report("model", name, cached, f"{model.summary}{'' if cached else '; fetched on first use'}")

@@ -463,7 +463,7 @@ def _attend(
 
 def _rows(x: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
     """[batch, heads, length, size] to [tokens, heads, size], pads left out."""
-    flat = x.transpose(1, 2).flatten(0, 1)
+    flat = x.squeeze(2) if x.shape[2] == 1 else x.transpose(1, 2).flatten(0, 1)
     flat = flat if rows is None else flat[rows]
     return flat if flat.stride(-1) == 1 else flat.contiguous()
 

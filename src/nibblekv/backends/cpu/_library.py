@@ -26,6 +26,7 @@ _WORDS = {"scale_min": 0, "scale_zero": 1, "scale": 2}
 _keep: list[object] = []  # what the kernels point to
 
 
+@functools.cache
 def _path() -> Path | None:
     for suffix in importlib.machinery.EXTENSION_SUFFIXES:
         path = Path(__file__).with_name("_native" + suffix)
@@ -55,15 +56,20 @@ def library() -> ctypes.CDLL:
     lib.nibblekv_use_instruction_set.argtypes = [ctypes.c_char_p]
     lib.nibblekv_set_team.argtypes = [ctypes.c_void_p]
     lib.nibblekv_set_team.restype = None
-    try:
-        # A lookup in libtorch_cpu also searches what it links to: GNU, LLVM and Intel runtimes all have this entry.
-        team = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libtorch_cpu.so")).GOMP_parallel
-    except (OSError, AttributeError):
-        team = None  # torch without OpenMP: the kernels start threads of their own
-    if team is not None:
-        _keep.append(team)
-        lib.nibblekv_set_team(ctypes.cast(team, ctypes.c_void_p))
+    lib.nibblekv_set_team(team())
     return lib
+
+
+def team() -> int | None:
+    """Return the address of GOMP_parallel in the OpenMP runtime that torch has loaded, None where torch has none.
+
+    GNU, LLVM and Intel runtimes all have this entry. Without it the kernels start threads of their own for every call.
+    """
+    try:  # a lookup in libtorch_cpu also searches what it links to
+        entry = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libtorch_cpu.so")).GOMP_parallel
+    except (OSError, AttributeError):
+        return None
+    return ctypes.cast(entry, ctypes.c_void_p).value
 
 
 def instruction_set() -> str:

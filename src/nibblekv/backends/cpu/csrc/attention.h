@@ -120,28 +120,28 @@ struct Context {  // of one item
   }
 };
 
-NKV_INLINE void unpack_word(int64_t kind, uint32_t word, float center, float* scale, float* bias) {
-  float s, b;
-  if (kind == kScaleMin) {
-    s = float_of(word & 0xFFFF0000u);
-    b = float_of(word << 16);
-  } else if (kind == kScaleZero) {
-    s = float_of(word & ~15u);
-    b = -static_cast<float>(word & 15u) * s;
-  } else {
-    s = float_of(word);
-    b = 0;
-  }
-  *scale = s;
-  *bias = b + center * s;  // codes are taken less their centre
-}
-
-// Words of 16 tokens. A word that is not a number leaves NaN in *mark, and 0 in its scale and bias.
+// Scale and bias of 16 tokens; the bias takes in the codes' centre. A word that is not a number leaves NaN in *mark, and 0
+// in its scale and bias.
 static void load_words(const Side& side, const uint8_t* p, float* scale, float* bias, float* mark) {
-  const float center = side.code == kUint4 ? 7.5f : 0.0f;
-  for (int t = 0; t < 16; ++t)
-    unpack_word(side.word, *reinterpret_cast<const uint32_t*>(p + t * side.word_slot_stride), center, scale + t, bias + t);
-  const v16 s = load16(scale), b = load16(bias);
+  i16 word;
+  if (side.word_slot_stride == 4) {
+    word = *reinterpret_cast<const i16u*>(p);
+  } else {
+    int32_t words[16];
+    for (int t = 0; t < 16; ++t) memcpy(words + t, p + t * side.word_slot_stride, 4);
+    word = *reinterpret_cast<const i16u*>(words);
+  }
+  v16 s, b = (v16){};
+  if (side.word == kScaleMin) {
+    s = (v16)(word & -0x10000);
+    b = (v16)(word << 16);
+  } else if (side.word == kScaleZero) {
+    s = (v16)(word & ~15);
+    b = -__builtin_convertvector(word & 15, v16) * s;
+  } else {
+    s = (v16)word;
+  }
+  if (side.code == kUint4) b += s * splat(7.5f);
   const v16 zero = s * splat(0.0f) + b * splat(0.0f);
   const i16 good = zero == zero;
   store16(scale, (v16)((i16)s & good));
@@ -186,7 +186,7 @@ static void make_operand(Context& c, int64_t r) {
   c.operand_scale[r] = 0.5f * step;
 }
 
-static void score_pages_int(Context& c, int64_t groups) {
+static void score_pages_int(Context& c, int64_t groups, Prefetches& ahead) {
   const bool nibbles = c.g.k.code == kUint4;
   const int64_t dwords = c.g.k.row_bytes / 4;
   for (int64_t r = 0; r < c.rows; r += 4) {
@@ -198,14 +198,14 @@ static void score_pages_int(Context& c, int64_t groups) {
     const uint8_t* keys = c.w.key_codes;
 #define NKV_CASE(N)                                         \
   case N:                                                   \
-    nibbles ? dot_keys<N, true>(keys, dwords, groups, rows, out) : dot_keys<N, false>(keys, dwords, groups, rows, out); \
+    nibbles ? dot_keys<N, true>(keys, dwords, groups, rows, out, ahead) : dot_keys<N, false>(keys, dwords, groups, rows, out, ahead); \
     break;
     switch (n) { NKV_CASE(1) NKV_CASE(2) NKV_CASE(3) NKV_CASE(4) }
 #undef NKV_CASE
   }
 }
 
-static void weigh_pages_int(Context& c, int64_t groups) {
+static void weigh_pages_int(Context& c, int64_t groups, Prefetches& ahead) {
   const bool nibbles = c.g.v.code == kUint4;
   const int32_t twice = nibbles ? 15 : 256;
   for (int64_t r = 0; r < c.rows; r += 4) {
@@ -234,7 +234,7 @@ static void weigh_pages_int(Context& c, int64_t groups) {
     const int64_t bytes = c.g.v.row_bytes, quads = groups * 4;
 #define NKV_CASE(N)                                           \
   case N:                                                     \
-    nibbles ? dot_values<N, true>(values, bytes, quads, rows) : dot_values<N, false>(values, bytes, quads, rows); \
+    nibbles ? dot_values<N, true>(values, bytes, quads, rows, ahead) : dot_values<N, false>(values, bytes, quads, rows, ahead); \
     break;
     switch (n) { NKV_CASE(1) NKV_CASE(2) NKV_CASE(3) NKV_CASE(4) }
 #undef NKV_CASE
@@ -325,7 +325,7 @@ static void softmax_row(Context& c, int64_t r, int64_t first, int64_t n, const B
     return;
   }
   const float m = highest > state.m ? highest : state.m;
-  c.decay[r] = state.m == -INFINITY ? 0.0f : exp2f(state.m - m);
+  if (m != state.m) c.decay[r] = state.m == -INFINITY ? 0.0f : exp2f(state.m - m);
   v16 total = (v16){}, shared = (v16){};
   for (int64_t t = 0; t < padded; t += 16) {
     const v16 p = exp2_16(load16(s + t) - splat(m));
@@ -345,10 +345,11 @@ struct Pages {  // the rows of one tile, by groups of 16 tokens
 static void find_pages(const Context& c, int64_t first, int64_t groups, Pages* p) {
   const AttentionArgs& a = c.a;
   const uint8_t* table = a.block_table + c.item.seq * a.block_table_row;
-  for (int64_t i = 0; i < groups; ++i) {
-    const int64_t token = first + 16 * i, slot = token % c.g.block_size;
-    const int64_t block = load_index(table, a.block_table_col, a.block_table_is_64, token / c.g.block_size);
-    const Side &k = c.g.k, &v = c.g.v;
+  const Side &k = c.g.k, &v = c.g.v;
+  int64_t page = first / c.g.block_size, slot = first % c.g.block_size;
+  for (int64_t i = 0; i < groups; ++i, slot += 16) {
+    if (slot == c.g.block_size) slot = 0, ++page;
+    const int64_t block = load_index(table, a.block_table_col, a.block_table_is_64, page);
     p->k[i] = a.kv_cache + k.codes_offset + block * k.block_stride + slot * k.slot_stride + c.item.head * k.head_stride;
     p->v[i] = a.kv_cache + v.codes_offset + block * v.block_stride + slot * v.slot_stride + c.item.head * v.head_stride;
     p->k_words[i] = a.kv_cache + k.words_offset + block * k.word_block_stride + slot * k.word_slot_stride + c.item.head * k.word_head_stride;
@@ -356,10 +357,50 @@ static void find_pages(const Context& c, int64_t first, int64_t groups, Pages* p
   }
 }
 
-NKV_INLINE void prefetch_rows(const uint8_t* rows, int64_t stride, int64_t bytes) {
-  for (int64_t t = 0; t < 16; ++t)
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(rows + t * stride + i);
+#if NKV_AVX512
+static void spread_keys(const Side& k, const uint8_t* rows, uint8_t* dst) {
+  const int64_t stride = k.slot_stride, bytes = k.row_bytes;
+  if (k.code != kUint4)
+    transpose_keys<true, false>(rows, stride, bytes, dst);
+  else if (bytes % 32)
+    transpose_keys<false, false>(rows, stride, bytes, dst);
+  else
+    transpose_keys<false, true>(rows, stride, bytes, dst);
 }
+
+static void spread_values(const Side& v, const uint8_t* rows, int64_t group, uint8_t* dst) {
+  const int64_t stride = v.slot_stride, bytes = v.row_bytes;
+  if (v.code != kUint4)
+    interleave_values<true, false>(rows, stride, bytes, group, dst);
+  else if (bytes % 32)
+    interleave_values<false, false>(rows, stride, bytes, group, dst);
+  else
+    interleave_values<false, true>(rows, stride, bytes, group, dst);
+}
+
+constexpr int64_t kMostLines = kGroups * 2 * (16 * (kMaxHeadSize / 64 + 1) + 2) + 8;  // of a tile
+
+// Appends the cache lines of 16 rows to a list; writes up to 8 entries beyond its end.
+NKV_INLINE const uint8_t** list_lines(const uint8_t* rows, int64_t stride, int64_t bytes, const uint8_t** list) {
+  if (stride == bytes) {
+    const uintptr_t begin = reinterpret_cast<uintptr_t>(rows) & ~uintptr_t{63};
+    const int64_t lines = static_cast<int64_t>((reinterpret_cast<uintptr_t>(rows) + 16 * bytes - 1 - begin) / 64 + 1);
+    const __m512i steps = _mm512_set_epi64(448, 384, 320, 256, 192, 128, 64, 0);
+    for (int64_t i = 0; i < lines; i += 8)
+      _mm512_storeu_si512(list + i, _mm512_add_epi64(_mm512_set1_epi64(static_cast<int64_t>(begin + 64 * i)), steps));
+    return list + lines;
+  }
+  uintptr_t seen = 0;
+  for (int64_t t = 0; t < 16; ++t) {
+    const uintptr_t begin = reinterpret_cast<uintptr_t>(rows + t * stride) / 64;
+    const uintptr_t end = (reinterpret_cast<uintptr_t>(rows + t * stride) + bytes - 1) / 64;
+    for (uintptr_t line = begin > seen ? begin : seen + 1; line <= end; ++line)
+      *list++ = reinterpret_cast<const uint8_t*>(line * 64);
+    seen = end;
+  }
+  return list;
+}
+#endif
 
 // Tokens [first, first + n) of the pages; `next` are the pages of the tile after it, for prefetching.
 static void attend_pages(Context& c, int64_t first, int64_t n, const Pages& pages, const Pages& next, int64_t next_groups,
@@ -369,25 +410,25 @@ static void attend_pages(Context& c, int64_t first, int64_t n, const Pages& page
   const int64_t groups = (n + 15) / 16;
   alignas(64) float mark[kTile];
   memset(mark, 0, sizeof mark);
+#if NKV_AVX512
+  const uint8_t* lines[kMostLines];
+  Prefetches ahead{lines, lines};
+  for (int64_t i = 0; i < next_groups; ++i) {
+    ahead.end = list_lines(next.k[i], k.slot_stride, k.row_bytes, ahead.end);
+    ahead.end = list_lines(next.v[i], v.slot_stride, v.row_bytes, ahead.end);
+    if (k.word_slot_stride == 4) ahead.end = list_lines(next.k_words[i], 4, 4, ahead.end);
+    if (v.word_slot_stride == 4) ahead.end = list_lines(next.v_words[i], 4, 4, ahead.end);
+  }
+#endif
   for (int64_t i = 0; i < groups; ++i) {
     load_words(k, pages.k_words[i], w.k_scale + 16 * i, w.k_bias + 16 * i, mark + 16 * i);
     load_words(v, pages.v_words[i], w.v_scale + 16 * i, w.v_bias + 16 * i, mark + 16 * i);
-    if (i < next_groups) {
-      prefetch_rows(next.k[i], k.slot_stride, k.row_bytes);
-      prefetch_rows(next.v[i], v.slot_stride, v.row_bytes);
-      __builtin_prefetch(next.k_words[i]);
-      __builtin_prefetch(next.v_words[i]);
-    }
 #if NKV_AVX512
     if (c.k_int) {
       uint8_t* dst = w.key_codes + i * 16 * k.row_bytes;
-      k.code == kUint4 ? transpose_keys<false>(pages.k[i], k.slot_stride, k.row_bytes, dst)
-                       : transpose_keys<true>(pages.k[i], k.slot_stride, k.row_bytes, dst);
+      spread_keys(k, pages.k[i], dst);
     }
-    if (c.v_int) {
-      v.code == kUint4 ? interleave_values<false>(pages.v[i], v.slot_stride, v.row_bytes, i, w.value_codes)
-                       : interleave_values<true>(pages.v[i], v.slot_stride, v.row_bytes, i, w.value_codes);
-    }
+    if (c.v_int) spread_values(v, pages.v[i], i, w.value_codes);
 #endif
     if (!c.k_int) decode_keys(k, pages.k[i], k.slot_stride, w.float8, w.keys + 16 * i);
     if (!c.v_int)
@@ -398,12 +439,12 @@ static void attend_pages(Context& c, int64_t first, int64_t n, const Pages& page
   for (int64_t t = 0; t < groups * 16; t += 16) store16(w.k_bias + t, load16(w.k_bias + t) + load16(mark + t));
   if (!c.k_int) score_float(c, w.query_rotated, groups * 16);
 #if NKV_AVX512
-  if (c.k_int) score_pages_int(c, groups);
+  if (c.k_int) score_pages_int(c, groups, ahead);
 #endif
   for (int64_t r = 0; r < c.rows; ++r) softmax_row(c, r, first, n, bits[r], any[r]);
   if (!c.v_int) weigh_float(c, w.states.pages, groups * 16);
 #if NKV_AVX512
-  if (c.v_int) weigh_pages_int(c, groups);
+  if (c.v_int) weigh_pages_int(c, groups, ahead);
 #endif
 }
 

@@ -16,16 +16,21 @@ NKV_INLINE __mmask64 chunk_mask(int64_t row_bytes, int64_t chunk) {
   return left >= 64 ? ~0ULL : (1ULL << left) - 1;
 }
 
-template <bool kSigned>
+template <bool kSigned, bool kWhole>
 NKV_INLINE __m512i load_codes(const uint8_t* p, __mmask64 mask) {
-  const __m512i x = _mm512_maskz_loadu_epi8(mask, p);
+  const __m512i x = kWhole ? _mm512_loadu_si512(p) : _mm512_maskz_loadu_epi8(mask, p);
   return kSigned ? _mm512_xor_si512(x, _mm512_set1_epi8(static_cast<char>(0x80))) : x;  // c + 128 is unsigned
 }
 
-template <bool kSigned>
+template <bool kWhole>
+NKV_INLINE __m256i load_half(const uint8_t* p, __mmask32 mask) {
+  return kWhole ? _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)) : _mm256_maskz_loadu_epi8(mask, p);
+}
+
+template <bool kSigned, bool kWhole>
 NKV_INLINE __m512i load_two(const uint8_t* low, const uint8_t* high, __mmask32 mask) {
-  const __m512i x = _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_maskz_loadu_epi8(mask, low)),
-                                       _mm256_maskz_loadu_epi8(mask, high), 1);
+  const __m512i x =
+      _mm512_inserti64x4(_mm512_castsi256_si512(load_half<kWhole>(low, mask)), load_half<kWhole>(high, mask), 1);
   return kSigned ? _mm512_xor_si512(x, _mm512_set1_epi8(static_cast<char>(0x80))) : x;
 }
 
@@ -38,8 +43,8 @@ NKV_INLINE void transpose4(const __m512i* r, __m512i* t) {  // 4x4 dwords inside
   t[3] = _mm512_unpackhi_epi64(b, d);
 }
 
-// 16 rows -> dst[dword j][lane = token]. Writes up to 15 vectors beyond the row's dwords.
-template <bool kSigned>
+// 16 rows -> dst[dword j][lane = token]. kWhole: a row is a multiple of 32 bytes and needs no masks. Writes up to 15 vectors beyond the row's dwords.
+template <bool kSigned, bool kWhole>
 NKV_INLINE void transpose_keys(const uint8_t* rows, int64_t stride, int64_t row_bytes, uint8_t* dst) {
   const int64_t full = full_chunks(row_bytes);
   for (int64_t chunk = 0; chunk < full; ++chunk) {
@@ -49,7 +54,7 @@ NKV_INLINE void transpose_keys(const uint8_t* rows, int64_t stride, int64_t row_
     for (int q = 0; q < 4; ++q) {
       __m512i r[4];
 #pragma GCC unroll 4
-      for (int i = 0; i < 4; ++i) r[i] = load_codes<kSigned>(rows + (4 * q + i) * stride + 64 * chunk, mask);
+      for (int i = 0; i < 4; ++i) r[i] = load_codes<kSigned, kWhole>(rows + (4 * q + i) * stride + 64 * chunk, mask);
       transpose4(r, t[q]);
     }
 #pragma GCC unroll 4
@@ -71,7 +76,7 @@ NKV_INLINE void transpose_keys(const uint8_t* rows, int64_t stride, int64_t row_
       __m512i r[4];
 #pragma GCC unroll 4
       for (int i = 0; i < 4; ++i)
-        r[i] = load_two<kSigned>(rows + (8 * q + i) * stride + 64 * full, rows + (8 * q + 4 + i) * stride + 64 * full, mask);
+        r[i] = load_two<kSigned, kWhole>(rows + (8 * q + i) * stride + 64 * full, rows + (8 * q + 4 + i) * stride + 64 * full, mask);
       transpose4(r, t[q]);
     }
 #pragma GCC unroll 4
@@ -94,7 +99,7 @@ NKV_INLINE void interleave4(const __m512i* r, __m512i* u) {  // byte k of four r
 
 // 16 rows of the tile's token group -> dst[chunk][u][quad of tokens]: lane 4L + j of vector u holds byte 16L + 4u + j of
 // the chunk, once for each token of the quad. In a half chunk the upper lanes hold the same bytes of the next quad.
-template <bool kSigned>
+template <bool kSigned, bool kWhole>
 NKV_INLINE void interleave_values(const uint8_t* rows, int64_t stride, int64_t row_bytes, int64_t group, uint8_t* dst) {
   const int64_t full = full_chunks(row_bytes);
   for (int64_t chunk = 0; chunk < full; ++chunk) {
@@ -103,7 +108,7 @@ NKV_INLINE void interleave_values(const uint8_t* rows, int64_t stride, int64_t r
     for (int q = 0; q < 4; ++q) {
       __m512i r[4], u[4];
 #pragma GCC unroll 4
-      for (int i = 0; i < 4; ++i) r[i] = load_codes<kSigned>(rows + (4 * q + i) * stride + 64 * chunk, mask);
+      for (int i = 0; i < 4; ++i) r[i] = load_codes<kSigned, kWhole>(rows + (4 * q + i) * stride + 64 * chunk, mask);
       interleave4(r, u);
 #pragma GCC unroll 4
       for (int i = 0; i < 4; ++i) _mm512_store_si512(dst + ((chunk * 4 + i) * kQuads + group * 4 + q) * 64, u[i]);
@@ -117,12 +122,31 @@ NKV_INLINE void interleave_values(const uint8_t* rows, int64_t stride, int64_t r
       __m512i r[4], u[4];
 #pragma GCC unroll 4
       for (int i = 0; i < 4; ++i)
-        r[i] = load_two<kSigned>(rows + (8 * q + i) * stride + 64 * full, rows + (8 * q + 4 + i) * stride + 64 * full, mask);
+        r[i] = load_two<kSigned, kWhole>(rows + (8 * q + i) * stride + 64 * full, rows + (8 * q + 4 + i) * stride + 64 * full, mask);
       interleave4(r, u);
 #pragma GCC unroll 4
       for (int i = 0; i < 4; ++i) _mm512_store_si512(base + (i * (kQuads / 2) + group * 2 + q) * 64, u[i]);
     }
   }
+}
+
+// sum[lane] += dot of 4 unsigned and 4 signed bytes. Not the intrinsic: GCC 12 copies and spills its accumulators. The local
+// variable keeps arrays of accumulators in registers.
+NKV_INLINE void dot4(__m512i& sum, __m512i codes, __m512i operand) {
+  __m512i s = sum;
+  asm("vpdpbusd %2, %1, %0" : "+v"(s) : "v"(codes), "v"(operand));
+  sum = s;
+}
+
+// Cache lines of the next tile, asked for one by one between dot products: asked for in one go they fill the core's line
+// buffers and stall it (measured: a third of the time).
+struct Prefetches {
+  const uint8_t** next;
+  const uint8_t** end;
+};
+
+NKV_INLINE void prefetch(Prefetches& p) {
+  if (p.next < p.end) __builtin_prefetch(*p.next++);
 }
 
 struct KeyRow {  // a query: bytes for the dot products, and what turns sums into scores
@@ -139,7 +163,8 @@ NKV_INLINE __m512 combine(__m512i high, __m512i low, __m512i center_high, __m512
 
 // scores[r][token] = operand_r . (code - centre), for `groups` groups of 16 tokens.
 template <int kRows, bool kNibbles>
-static void dot_keys(const uint8_t* keys, int64_t dwords, int64_t groups, const KeyRow* rows, float* scores) {
+static void dot_keys(const uint8_t* keys, int64_t dwords, int64_t groups, const KeyRow* rows, float* scores,
+                     Prefetches& ahead) {
   const __m512i nibble = _mm512_set1_epi8(15);
   const int32_t* operand[kRows];
   for (int r = 0; r < kRows; ++r) operand[r] = rows[r].operand;
@@ -150,6 +175,8 @@ static void dot_keys(const uint8_t* keys, int64_t dwords, int64_t groups, const 
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r) high[r][0] = high[r][1] = low[r][0] = low[r][1] = _mm512_setzero_si512();
     for (int64_t j = 0; j < dwords; ++j) {
+      prefetch(ahead);
+      prefetch(ahead);
       const __m512i x0 = _mm512_load_si512(k0 + j * 64), x1 = _mm512_load_si512(k1 + j * 64);
       if (kNibbles) {
         const __m512i e0 = _mm512_and_si512(x0, nibble), e1 = _mm512_and_si512(x1, nibble);
@@ -159,25 +186,25 @@ static void dot_keys(const uint8_t* keys, int64_t dwords, int64_t groups, const 
         for (int r = 0; r < kRows; ++r) {
           const int32_t* q = operand[r] + 4 * j;
           const __m512i eh = _mm512_set1_epi32(q[0]), el = _mm512_set1_epi32(q[1]);
-          high[r][0] = _mm512_dpbusd_epi32(high[r][0], e0, eh);
-          high[r][1] = _mm512_dpbusd_epi32(high[r][1], e1, eh);
-          low[r][0] = _mm512_dpbusd_epi32(low[r][0], e0, el);
-          low[r][1] = _mm512_dpbusd_epi32(low[r][1], e1, el);
+          dot4(high[r][0], e0, eh);
+          dot4(high[r][1], e1, eh);
+          dot4(low[r][0], e0, el);
+          dot4(low[r][1], e1, el);
           const __m512i oh = _mm512_set1_epi32(q[2]), ol = _mm512_set1_epi32(q[3]);
-          high[r][0] = _mm512_dpbusd_epi32(high[r][0], o0, oh);
-          high[r][1] = _mm512_dpbusd_epi32(high[r][1], o1, oh);
-          low[r][0] = _mm512_dpbusd_epi32(low[r][0], o0, ol);
-          low[r][1] = _mm512_dpbusd_epi32(low[r][1], o1, ol);
+          dot4(high[r][0], o0, oh);
+          dot4(high[r][1], o1, oh);
+          dot4(low[r][0], o0, ol);
+          dot4(low[r][1], o1, ol);
         }
       } else {
 #pragma GCC unroll 4
         for (int r = 0; r < kRows; ++r) {
           const int32_t* q = operand[r] + 2 * j;
           const __m512i h = _mm512_set1_epi32(q[0]), l = _mm512_set1_epi32(q[1]);
-          high[r][0] = _mm512_dpbusd_epi32(high[r][0], x0, h);
-          high[r][1] = _mm512_dpbusd_epi32(high[r][1], x1, h);
-          low[r][0] = _mm512_dpbusd_epi32(low[r][0], x0, l);
-          low[r][1] = _mm512_dpbusd_epi32(low[r][1], x1, l);
+          dot4(high[r][0], x0, h);
+          dot4(high[r][1], x1, h);
+          dot4(low[r][0], x0, l);
+          dot4(low[r][1], x1, l);
         }
       }
     }
@@ -200,7 +227,7 @@ struct ValueRow {  // a row of weights: bytes for the dot products, and where th
 // accumulator_r[channel] = accumulator_r[channel] * decay + sum over tokens of weight * (code - centre). kVectors vectors of
 // 64 bytes at once; kHalf: the upper lanes take the weights of the next quad.
 template <int kRows, int kVectors, bool kNibbles, bool kHalf>
-static void dot_values_chunk(const uint8_t* values, int64_t quads, const ValueRow* rows, int64_t offset) {
+static void dot_values_chunk(const uint8_t* values, int64_t quads, const ValueRow* rows, int64_t offset, Prefetches& ahead) {
   constexpr int kParts = kNibbles ? 2 : 1;
   constexpr int64_t kSteps = kHalf ? kQuads / 2 : kQuads;
   const int64_t steps = kHalf ? quads / 2 : quads;
@@ -214,6 +241,8 @@ static void dot_values_chunk(const uint8_t* values, int64_t quads, const ValueRo
 #pragma GCC unroll 2
         for (int p = 0; p < kParts; ++p) high[r][v][p] = low[r][v][p] = _mm512_setzero_si512();
     for (int64_t s = 0; s < steps; ++s) {
+      prefetch(ahead);
+      if (kHalf) prefetch(ahead);
       __m512i x[kVectors][kParts];
 #pragma GCC unroll 2
       for (int v = 0; v < kVectors; ++v) {
@@ -235,8 +264,8 @@ static void dot_values_chunk(const uint8_t* values, int64_t quads, const ValueRo
         for (int v = 0; v < kVectors; ++v)
 #pragma GCC unroll 2
           for (int p = 0; p < kParts; ++p) {
-            high[r][v][p] = _mm512_dpbusd_epi32(high[r][v][p], x[v][p], h);
-            low[r][v][p] = _mm512_dpbusd_epi32(low[r][v][p], x[v][p], l);
+            dot4(high[r][v][p], x[v][p], h);
+            dot4(low[r][v][p], x[v][p], l);
           }
       }
     }
@@ -258,12 +287,12 @@ static void dot_values_chunk(const uint8_t* values, int64_t quads, const ValueRo
 }
 
 template <int kRows, bool kNibbles>
-static void dot_values(const uint8_t* values, int64_t row_bytes, int64_t quads, const ValueRow* rows) {
+static void dot_values(const uint8_t* values, int64_t row_bytes, int64_t quads, const ValueRow* rows, Prefetches& ahead) {
   const int64_t full = full_chunks(row_bytes), width = kNibbles ? 128 : 64;
   for (int64_t chunk = 0; chunk < full; ++chunk)
-    dot_values_chunk<kRows, 1, kNibbles, false>(values + chunk * 4 * kQuads * 64, quads, rows, chunk * width);
+    dot_values_chunk<kRows, 1, kNibbles, false>(values + chunk * 4 * kQuads * 64, quads, rows, chunk * width, ahead);
   if (half_chunk(row_bytes))
-    dot_values_chunk<kRows, kRows == 4 ? 1 : 2, kNibbles, true>(values + full * 4 * kQuads * 64, quads, rows, full * width);
+    dot_values_chunk<kRows, kRows == 4 ? 1 : 2, kNibbles, true>(values + full * 4 * kQuads * 64, quads, rows, full * width, ahead);
 }
 
 NKV_INLINE int64_t value_accumulator_size(int64_t row_bytes, bool nibbles) {

@@ -100,23 +100,33 @@ void attention(const AttentionArgs& a) {
   }
   const bool spread = a.num_threads > 1 && static_cast<int64_t>(blocks.size()) < kItemsPerThread * a.num_threads;
   std::vector<Item> items, merges;
+  std::vector<int64_t> merge_of;  // by item; -1: the item is a whole block
   int64_t slots = 0;
   for (const Block& b : blocks) {
     const int64_t splits = b.tokens > 0 ? ceil_div(b.tokens, split_size) : 1;
     if (spread && splits > 1) {
-      for (int64_t s = 0; s < splits; ++s) items.push_back({b.seq, b.head, b.row0, b.rows, s, s + 1, splits, slots + s * b.rows});
+      for (int64_t s = 0; s < splits; ++s) {
+        items.push_back({b.seq, b.head, b.row0, b.rows, s, s + 1, splits, slots + s * b.rows});
+        merge_of.push_back(static_cast<int64_t>(merges.size()));
+      }
       merges.push_back({b.seq, b.head, b.row0, b.rows, 0, splits, splits, slots});
       slots += splits * b.rows;
     } else {
       items.push_back({b.seq, b.head, b.row0, b.rows, 0, splits, splits, -1});
+      merge_of.push_back(-1);
     }
   }
   const int64_t width = kMaxHeadSize * (a.key && !a.prefix_only ? 2 : 1);
   std::unique_ptr<Partial[]> partials(slots ? new Partial[slots] : nullptr);
   std::unique_ptr<float[]> accumulators(slots ? new float[slots * width] : nullptr);
+  std::unique_ptr<std::atomic<int64_t>[]> left(merges.empty() ? nullptr : new std::atomic<int64_t>[merges.size()]);
+  for (size_t i = 0; i < merges.size(); ++i) left[i] = merges[i].num_splits;
   const Plan plan{&a, split_size, partials.get(), accumulators.get(), width};
-  parallel_for(items.size(), a.num_threads, [&](int64_t i) { kernels->attend(plan, items[i]); });
-  parallel_for(merges.size(), a.num_threads, [&](int64_t i) { kernels->merge(plan, merges[i]); });
+  parallel_for(items.size(), a.num_threads, [&](int64_t i) {
+    kernels->attend(plan, items[i]);
+    // Whoever finishes a block's last split merges it: no second round of threads. The order of the sums is fixed.
+    if (merge_of[i] >= 0 && left[merge_of[i]].fetch_sub(1) == 1) kernels->merge(plan, merges[merge_of[i]]);
+  });
 }
 
 }  // namespace

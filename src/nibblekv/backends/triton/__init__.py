@@ -1,0 +1,110 @@
+"""The GPU backend: portable Triton kernels for NVIDIA (compute capability 8.0 and newer) and AMD.
+
+Beside them, behind the same functions, `hopper/` decodes planar `int4` pages on compute capability 9.0; a call that it does
+not serve (its `supports` says why) takes the portable kernels.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+
+from nibblekv.layout import KVCacheLayout
+from nibblekv.options import AttentionOptions
+
+OLDEST_CAPABILITY = (8, 0)
+HOPPER = (9, 0)
+
+
+def unavailable_reason() -> str | None:
+    """Return why Triton kernels cannot run on this machine, or None."""
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed"
+    if torch.cuda.is_available() or _interpreting():
+        return None
+    return "no CUDA or ROCm GPU is visible to torch (TRITON_INTERPRET=1 runs the kernels, slowly, on a CPU)"
+
+
+def supports(layout: KVCacheLayout, options: AttentionOptions | None, device: torch.device) -> str | None:
+    """Return why this backend cannot serve a call, or None: every layout and option, on a GPU."""
+    if device.type == "cpu":
+        return None if _interpreting() else "its kernels need a GPU, the tensors are on the CPU"
+    if device.type != "cuda":
+        return f"its kernels need a GPU, the tensors are on {device}"
+    if torch.version.hip is None and torch.cuda.get_device_capability(device) < OLDEST_CAPABILITY:
+        return f"compute capability {OLDEST_CAPABILITY} or newer needed, got {torch.cuda.get_device_capability(device)}"
+    return None
+
+
+def reshape_and_cache(
+    key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor, layout: KVCacheLayout
+) -> None:
+    """Quantize rows and write them to their slots; see `nibblekv.reshape_and_cache`."""
+    from nibblekv.backends.triton import write
+
+    write.reshape_and_cache(key, value, kv_cache, slot_mapping, layout)
+
+
+def paged_attention(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    layout: KVCacheLayout,
+    options: AttentionOptions,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    key: torch.Tensor | None,
+    value: torch.Tensor | None,
+    max_query_len: int,
+    max_seq_len: int,
+) -> None:
+    """Attend over packed pages into `out` (and `lse`); see `nibblekv.paged_attention`."""
+    from nibblekv.backends.triton import attention, prefill
+
+    if key is None or value is None:
+        if _hopper_serves(query, kv_cache, layout, options, max_query_len):
+            from nibblekv.backends.triton import hopper
+
+            hopper.decode(
+                query,
+                kv_cache,
+                block_table,
+                seq_lens,
+                query_start_loc,
+                layout,
+                options,
+                out,
+                lse,
+                max_query_len,
+                max_seq_len,
+            )
+            return
+        attention.attend(
+            query, kv_cache, block_table, seq_lens, query_start_loc, layout, options, out, lse, max_query_len, max_seq_len
+        )
+    else:
+        prefill.attend(
+            query, kv_cache, block_table, seq_lens, query_start_loc, layout, options, out, lse, key, value,
+            max_query_len, max_seq_len,
+        )  # fmt: skip
+
+
+def _hopper_serves(
+    query: torch.Tensor, kv_cache: torch.Tensor, layout: KVCacheLayout, options: AttentionOptions, max_query_len: int
+) -> bool:
+    if not query.is_cuda or torch.version.hip is not None or torch.cuda.get_device_capability(query.device) != HOPPER:
+        return False
+    from nibblekv.backends.triton import hopper
+
+    return hopper.supports(layout, options, query.dtype, max_query_len, query.device, query.shape[1], kv_cache) is None
+
+
+def _interpreting() -> bool:
+    if importlib.util.find_spec("triton") is None:
+        return False
+    from nibblekv.backends.triton import rotation
+
+    return rotation.interpreting()

@@ -1,0 +1,296 @@
+"""Bits of the quantized formats inside kernels: the only Triton code that knows them (docs/format.md is normative).
+
+Reading. A row is read in words of four values: 16-bit words of `uint4` rows, 32-bit words of 8-bit rows. Word w unpacks
+into four streams, stream s holding dimension 4 w + s as float16. With `ASM` (NVIDIA) the bits of a code become a float16
+*subnormal* by masking alone, n * 2^-24 (n * 2^-20 in the odd streams of `uint4`), with no conversion instruction; tensor
+cores take subnormals exactly, and the factor is folded into scales and queries. Without it (AMD, interpreter) codes are
+converted. 8-bit floats become float16 by moving bits (value * 2^-8), so no native fp8 is needed.
+
+Writing. `encode_rows` turns rotated float32 rows into integer codes and scale words, `pack_codes` into 32-bit words.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from nibblekv.formats import SCALE_FLOOR, QuantFormat
+
+UINT4, INT8, FP8 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+SCALE_MIN, SCALE_ZERO, SCALE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+FLOOR = tl.constexpr(SCALE_FLOOR)
+INF = tl.constexpr(float("inf"))
+
+_CODES = {"uint4": UINT4.value, "int8": INT8.value, "fp8": FP8.value}
+_WORDS = {"scale_min": SCALE_MIN.value, "scale_zero": SCALE_ZERO.value, "scale": SCALE.value}
+
+
+def format_constants(fmt: QuantFormat) -> tuple[int, int]:
+    """Return (CODE, WORD), the constants by which kernels know a format."""
+    return _CODES[fmt.code], _WORDS[fmt.word]
+
+
+def read_word_bytes(fmt: QuantFormat) -> int:
+    """Bytes of the words in which kernels read a row's codes: four values each."""
+    return fmt.bits // 2
+
+
+@triton.constexpr_function
+def code_bits(code: Any) -> int:
+    """Bits of one code."""
+    return 4 if code == 0 else 8
+
+
+@triton.constexpr_function
+def code_unit(code: Any, asm: Any) -> float:
+    """The factor that turns an unpacked even stream into code values."""
+    return 256.0 if code == 2 else (16777216.0 if asm else 1.0)
+
+
+@triton.constexpr_function
+def odd_stream_gain(code: Any, asm: Any) -> float:
+    """The further factor of the odd streams."""
+    return 0.0625 if asm and code == 0 else 1.0
+
+
+@triton.constexpr_function
+def code_offset(code: Any, asm: Any) -> float:
+    """What unpacked streams hold too much: signed codes are unpacked as code + 128 where they become subnormals."""
+    return 128.0 if asm and code == 1 else 0.0
+
+
+@triton.jit
+def unpack_streams(x, CODE: tl.constexpr, ASM: tl.constexpr):
+    """Unpack words of four codes into four float16 tensors of the same shape (see the module's text)."""
+    if CODE == UINT4:
+        if ASM:
+            return tl.inline_asm_elementwise(
+                """
+                {
+                .reg .b32 h;
+                and.b32 $0, $4, 0x000f000f;
+                and.b32 $1, $4, 0x00f000f0;
+                shr.u32 h, $4, 8;
+                and.b32 $2, h, 0x000f000f;
+                and.b32 $3, h, 0x00f000f0;
+                }""",
+                "=r,=r,=r,=r,r",
+                [x],
+                dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+                is_pure=True,
+                pack=2,
+            )
+        else:
+            return (
+                (x & 0xF).to(tl.float16),
+                ((x >> 4) & 0xF).to(tl.float16),
+                ((x >> 8) & 0xF).to(tl.float16),
+                ((x >> 12) & 0xF).to(tl.float16),
+            )
+    elif CODE == INT8:
+        if ASM:
+            return tl.inline_asm_elementwise(
+                """
+                {
+                .reg .b32 a, b, t;
+                xor.b32 a, $4, 0x80808080;
+                xor.b32 b, $5, 0x80808080;
+                prmt.b32 t, a, b, 0x4400;
+                and.b32 $0, t, 0x00ff00ff;
+                prmt.b32 t, a, b, 0x5511;
+                and.b32 $1, t, 0x00ff00ff;
+                prmt.b32 t, a, b, 0x6622;
+                and.b32 $2, t, 0x00ff00ff;
+                prmt.b32 t, a, b, 0x7733;
+                and.b32 $3, t, 0x00ff00ff;
+                }""",
+                "=&r,=&r,=&r,=&r,r,r",
+                [x],
+                dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+                is_pure=True,
+                pack=2,
+            )
+        else:
+            return (
+                ((x << 24) >> 24).to(tl.float16),
+                ((x << 16) >> 24).to(tl.float16),
+                ((x << 8) >> 24).to(tl.float16),
+                (x >> 24).to(tl.float16),
+            )
+    else:
+        if ASM:
+            return tl.inline_asm_elementwise(
+                """
+                {
+                .reg .b32 s, t;
+                prmt.b32 t, $4, $5, 0x4400;
+                and.b32 s, t, 0x80008000;
+                shr.u32 t, t, 1;
+                and.b32 t, t, 0x3f803f80;
+                or.b32 $0, s, t;
+                prmt.b32 t, $4, $5, 0x5511;
+                and.b32 s, t, 0x80008000;
+                shr.u32 t, t, 1;
+                and.b32 t, t, 0x3f803f80;
+                or.b32 $1, s, t;
+                prmt.b32 t, $4, $5, 0x6622;
+                and.b32 s, t, 0x80008000;
+                shr.u32 t, t, 1;
+                and.b32 t, t, 0x3f803f80;
+                or.b32 $2, s, t;
+                prmt.b32 t, $4, $5, 0x7733;
+                and.b32 s, t, 0x80008000;
+                shr.u32 t, t, 1;
+                and.b32 t, t, 0x3f803f80;
+                or.b32 $3, s, t;
+                }""",
+                "=&r,=&r,=&r,=&r,r,r",
+                [x],
+                dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+                is_pure=True,
+                pack=2,
+            )
+        else:
+            return (
+                _float8_to_float16(x),
+                _float8_to_float16(x >> 8),
+                _float8_to_float16(x >> 16),
+                _float8_to_float16(x >> 24),
+            )
+
+
+@triton.jit
+def _float8_to_float16(x):
+    """The low byte of int32 words as e4m3, times 2^-8: the exponent bias moves from 7 to 15 and subnormals stay right."""
+    return (((x & 0x80) << 8) | ((x & 0x7F) << 7)).to(tl.int16).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def split_streams(x, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Split x [ROWS, 4 WIDTH] into its four streams [ROWS, WIDTH]: column 4 w + s becomes column w of stream s."""
+    even, odd = tl.split(tl.reshape(x, (ROWS, WIDTH, 2, 2)))
+    x0, x2 = tl.split(even)
+    x1, x3 = tl.split(odd)
+    return x0, x1, x2, x3
+
+
+@triton.jit
+def join_streams(x0, x1, x2, x3, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Invert `split_streams`."""
+    return tl.reshape(tl.join(tl.join(x0, x2), tl.join(x1, x3)), (ROWS, 4 * WIDTH))
+
+
+@triton.jit
+def unpack_scale_words(words, CODE: tl.constexpr, WORD: tl.constexpr, ASM: tl.constexpr):
+    """Return (scale, bias) float32 of int32 words, for codes as `unpack_streams` gives them: y = scale * stream + bias."""
+    if WORD == SCALE_MIN:
+        scale = (words & -65536).to(tl.float32, bitcast=True)
+        bias = (words << 16).to(tl.float32, bitcast=True)
+    elif WORD == SCALE_ZERO:
+        scale = (words & -16).to(tl.float32, bitcast=True)
+        bias = -(words & 15).to(tl.float32) * scale
+    else:
+        scale = words.to(tl.float32, bitcast=True)
+        bias = -code_offset(CODE, ASM) * scale
+    return scale, bias
+
+
+@triton.jit
+def unpack_scale_ratio(words, CODE: tl.constexpr, WORD: tl.constexpr, ASM: tl.constexpr):
+    """Return (scale, ratio, poison) with y = scale * (stream + ratio), scale > 0 finite, and poison 0, or NaN where y is.
+
+    A scale of 0 (a constant row) is replaced by one so small beside the bias that stored codes cannot show.
+    """
+    scale, bias = unpack_scale_words(words, CODE, WORD, ASM)
+    finite = (tl.abs(scale) < INF) & (tl.abs(bias) < INF)
+    scale = tl.where(finite, scale, 0.0)
+    bias = tl.where(finite, bias, 0.0)
+    if WORD == SCALE_MIN:
+        scale = tl.maximum(scale, tl.maximum(tl.abs(bias) * 0.0009765625, FLOOR))
+        ratio = bias / scale
+    elif WORD == SCALE_ZERO:
+        scale = tl.maximum(scale, FLOOR)
+        ratio = -(words & 15).to(tl.float32)
+    else:
+        scale = tl.maximum(scale, FLOOR)
+        ratio = tl.zeros_like(scale) - code_offset(CODE, ASM)
+    return scale, ratio, tl.where(finite, 0.0, float("nan"))
+
+
+@triton.jit
+def encode_rows(y, columns, D: tl.constexpr, CODE: tl.constexpr, WORD: tl.constexpr):
+    """Quantize rotated rows; the same arithmetic as `nibblekv.formats.encode_rows`.
+
+    y: [ROWS, DP] float32, columns [DP] their dimension; columns from D on are padding.
+    Returns codes [ROWS, DP] int32 and words [ROWS] int32.
+    """
+    real = (columns < D)[None, :]
+    broken = tl.max(tl.where(real & ~(tl.abs(y) < INF), 1, 0), 1) > 0
+    y = tl.where(broken[:, None], 0.0, y)
+    lo = tl.min(tl.where(real, y, INF), 1)
+    hi = tl.max(tl.where(real, y, -INF), 1)
+    if WORD == SCALE_MIN:
+        bias = _round_bfloat16_down(lo)
+        scale = -_round_bfloat16_down(-tl.math.div_rn(hi - bias, 15.0))
+        scale = tl.where(scale < FLOOR, 0.0, scale)
+        inverse = tl.where(scale > 0, tl.math.div_rn(1.0, tl.where(scale > 0, scale, 1.0)), 0.0)
+        codes = (y - bias[:, None]) * inverse[:, None]
+        words = scale.to(tl.int32, bitcast=True) | ((bias.to(tl.int32, bitcast=True) >> 16) & 0xFFFF)
+        nan_word = 0x7FC07FC0
+    elif WORD == SCALE_ZERO:
+        lo = tl.minimum(lo, 0.0)
+        hi = tl.maximum(hi, 0.0)
+        scale = tl.maximum(tl.math.div_rn(hi - lo, 15.0), FLOOR)
+        zero_point = tl.minimum(tl.maximum(tl.floor(tl.math.div_rn(-lo, scale) + 0.5), 0.0), 15.0)
+        codes = y * tl.math.div_rn(1.0, scale)[:, None] + zero_point[:, None]
+        words = (scale.to(tl.int32, bitcast=True) & -16) | zero_point.to(tl.int32)
+        nan_word = 0x7FC00000
+    else:
+        limit = 127.0 if CODE == INT8 else 448.0
+        scale = tl.maximum(tl.math.div_rn(tl.maximum(hi, -lo), limit), FLOOR)
+        codes = y * tl.math.div_rn(1.0, scale)[:, None]
+        words = scale.to(tl.int32, bitcast=True)
+        nan_word = 0x7FC00000
+    broken = broken | ~((tl.abs(scale) < INF) & (tl.abs(hi - lo) < INF))
+    codes = tl.where(broken[:, None], 0.0, codes)
+    if CODE == UINT4:
+        integers = tl.minimum(tl.maximum(tl.floor(codes + 0.5), 0.0), 15.0).to(tl.int32)
+    elif CODE == INT8:
+        rounded = tl.where(codes < 0, -tl.floor(0.5 - codes), tl.floor(codes + 0.5))
+        integers = tl.minimum(tl.maximum(rounded, -128.0), 127.0).to(tl.int32) & 0xFF
+    else:
+        integers = encode_float8(codes)
+    integers = tl.where(real, integers, 0)
+    return integers, tl.where(broken, nan_word, words)
+
+
+@triton.jit
+def _round_bfloat16_down(x):
+    """Round float32 towards -inf to a bfloat16 value."""
+    bits = x.to(tl.int32, bitcast=True)
+    step = tl.where(((bits & 0xFFFF) != 0) & (x < 0), 0x10000, 0)
+    return ((bits & -65536) + step).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def encode_float8(x):
+    """Round float32 to the nearest e4m3 (ties to even, saturated at 448, NaN kept); return its bits as int32."""
+    bits = x.to(tl.int32, bitcast=True)
+    sign = (bits >> 24) & 0x80
+    magnitude = tl.minimum(tl.abs(x), 448.0)
+    bits = magnitude.to(tl.int32, bitcast=True)
+    normal = (bits + (-0x3C000000 + 0x7FFFF) + ((bits >> 20) & 1)) >> 20
+    # Below 2^-6 codes are multiples of 2^-9: adding 2^14 makes float32 rounding do the work.
+    subnormal = (magnitude + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    code = tl.where(magnitude < 0.015625, subnormal, normal)
+    return sign | tl.where(x == x, code, 0x7F)
+
+
+@triton.jit
+def pack_codes(codes, ROWS: tl.constexpr, DP: tl.constexpr, CODE: tl.constexpr):
+    """Pack codes [ROWS, DP] int32 into int32 words, [ROWS, DP * bits / 32], the first dimension lowest."""
+    PER_WORD: tl.constexpr = 32 // code_bits(CODE)
+    shift = tl.arange(0, PER_WORD) * code_bits(CODE)
+    return tl.sum(tl.reshape(codes, (ROWS, DP // PER_WORD, PER_WORD)) << shift[None, None, :], 2)

@@ -1,0 +1,561 @@
+"""The two kernels of the Hopper decode path: attention over packed pages, and the merge of its splits.
+
+One warp reads one KV head of one range of tokens, and shares nothing but barriers with the others. Its lanes start one bulk
+copy for each page (codes and scale words of a head are one run of bytes) into a private ring of tiles in shared memory, and
+refill a tile as soon as they have read it. Nothing else is loaded in the loop but the page numbers of the tile after next.
+
+Tokens are the rows of the matrix products and queries the columns, so that four heads fill no sixteen rows. Masks split a
+word of eight codes into fp16 subnormals n * 2^-24 and n * 2^-20, which the tensor cores take exactly: no code is converted.
+
+    scores  A = 16 tokens x 16 codes of K, B = 16 x 8 of the rotated query         S = (A B) * k_scale + sum(q) * k_bias
+    values  A = 16 codes of V x 16 tokens, B = 16 x 8 of P * v_scale, transposed   O += A B, and sum(P * v_bias) aside
+
+With four columns or fewer each query takes two columns, its fp16 rounding and the rest: the padding buys 11 more bits.
+Lane l holds row l // 4 and columns 2 (l % 4) + (0, 1) of S and of O, so a query's maximum, its decay and its sums stay in
+the lanes that need them. A word of a key row holds 8 dimensions; lane l takes the (l % 4)-th quarter of the row, and of
+value rows the (l // 4)-th eighth: any order of dimensions serves, as long as Q and O follow it.
+
+Weights are scaled by a running power of two above every value scale so far: fp16 then holds them for values of any size.
+
+Measured on an H200 (32 query and 8 KV heads of 128, block 16, bf16 queries, CUDA graph, cold L2), while the query was still
+asked for behind the first pages: 32 x 8,192 tokens in 76-78 us, of which the loop streams 3.9 TB/s where a plain reduction
+reads 4.4-4.5. Issue slots are 37 % busy at 1.5 instructions a packed value; DRAM, not the cores, bounds the loop. The rest
+is the start (7 us to the first tile), blocks that end up to 7 us after their mean, and the merge (2 us). Handing tiles to
+whichever split was ready first evened the ends out and cost more than that: heads of one page then read it at different
+times (85 us).
+"""
+
+# Gluon's compiler takes neither starred tuples nor conditional expressions of different lengths; its types are not Python's.
+# ruff: noqa: RUF005, SIM108
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from nibblekv.backends.triton.hopper import ptx
+
+# Below every score, and finite: a row that has seen nothing yet rescales by exp2(0), not by exp2(inf - inf).
+_LOW = gl.constexpr(-1e30)
+# A weight is p * 2^15 at most, which fp16 holds; small ones keep 15 more binades before they lose bits.
+_HEADROOM = gl.constexpr(15.0)
+
+
+@gluon.constexpr_function
+def _ring_rows(warps, stages, stage_bytes):
+    """Rows of 32 words per warp that hold every warp's ring and the barriers."""
+    return (warps * stages * stage_bytes + 8 * stages + 128 * warps - 1) // (128 * warps)
+
+
+@gluon.constexpr_function
+def _code_row(row, rows, head_size):
+    """Byte of a token's key codes in its tile; tiles of `rows` tokens follow one another."""
+    return row // rows * rows * (head_size + 8) + row % rows * (head_size // 2)
+
+
+@gluon.constexpr_function
+def _word(row, rows, head_size):
+    """Byte of a token's key scale word in its tile."""
+    return row // rows * rows * (head_size + 8) + rows * head_size + row % rows * 4
+
+
+@gluon.jit
+def _key_words(address, ROW: gl.constexpr, ROWS: gl.constexpr, D: gl.constexpr):
+    if D == 256:
+        first = ptx.load_shared(address, _code_row(ROW, ROWS, D), 4)
+        return first + ptx.load_shared(address, _code_row(ROW, ROWS, D) + 16, 4)
+    else:
+        return ptx.load_shared(address, _code_row(ROW, ROWS, D), D // 32)
+
+
+@gluon.jit
+def _value_words(address, ROW: gl.constexpr, ROWS: gl.constexpr, D: gl.constexpr):
+    return ptx.load_shared(address, _code_row(ROW, ROWS, D) + ROWS * (D // 2), D // 64)
+
+
+@gluon.jit
+def _scale_word(address, ROW: gl.constexpr, VALUE: gl.constexpr, ROWS: gl.constexpr, D: gl.constexpr):
+    return ptx.load_shared(address, _word(ROW, ROWS, D) + VALUE * 4 * ROWS, 1)[0]
+
+
+@gluon.constexpr_function
+def _sign_word(signs, index):
+    word = signs >> 32 * index & 0xFFFFFFFF
+    return word - (1 << 32) if word >> 31 else word
+
+
+@gluon.jit
+def _sign_bits(dim, SIGNS: gl.constexpr, D: gl.constexpr):
+    """Return the 32 sign bits (1: negative) around each dimension."""
+    bits = dim * 0 + _sign_word(SIGNS, 0)
+    for i in gl.static_range(1, D // 32):
+        bits = gl.where(dim >> 5 == i, _sign_word(SIGNS, i), bits)
+    return bits
+
+
+@gluon.jit
+def _as_float(bits):
+    return bits.to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _as_bits(x):
+    return x.to(gl.int32, bitcast=True)
+
+
+@gluon.jit
+def _start_tile(
+    table, stage, barrier, kv, tile, seq_len, block_stride, lane, T: gl.constexpr, BLOCK: gl.constexpr, D: gl.constexpr
+):
+    """Announce a tile's bytes to a barrier and start its copies. table: this lane's page of the tile."""
+    ROWS: gl.constexpr = min(BLOCK, T)
+    PAGES: gl.constexpr = T // ROWS
+    CHUNK: gl.constexpr = ROWS * (D + 8)
+    if BLOCK <= T:
+        pages = gl.minimum(gl.cdiv(seq_len, BLOCK) - tile * PAGES, PAGES)
+        ptx.barrier_expect(barrier, lane * 0 + pages * CHUNK, (lane == 0).to(gl.int32))
+        ptx.bulk_copy(
+            stage + lane * CHUNK,
+            kv + table.to(gl.int64) * block_stride,
+            lane * 0 + CHUNK,
+            barrier,
+            (lane < pages).to(gl.int32),
+        )
+    else:
+        row = (tile * T) % BLOCK
+        ptx.barrier_expect(barrier, lane * 0 + CHUNK, (lane == 0).to(gl.int32))
+        code = lane < 2
+        size = gl.where(code, T * D // 2, T * 4)
+        source = gl.where(code, lane * (BLOCK * D // 2) + row * (D // 2), BLOCK * D + (lane - 2) * (BLOCK * 4) + row * 4)
+        target = gl.where(code, lane * (T * D // 2), T * D + (lane - 2) * (T * 4))
+        ptx.bulk_copy(
+            stage + target, kv + table.to(gl.int64) * block_stride + source, size, barrier, (lane < 4).to(gl.int32)
+        )
+
+
+@gluon.jit
+def _tile_pages(block_table, tile, seq_len, lane, T: gl.constexpr, BLOCK: gl.constexpr):
+    """Return the page numbers of a tile, one to a lane, repeating; entries past the sequence's end are not read."""
+    if BLOCK <= T:
+        page = tile * (T // BLOCK) + (lane & (T // BLOCK - 1))
+    else:
+        page = lane * 0 + tile * T // BLOCK
+    return gl.load(block_table + page, mask=page * BLOCK < seq_len, other=0)
+
+
+@gluon.jit
+def _rotate_query(words, lane, valid, factor, SIGNS: gl.constexpr, D: gl.constexpr, HALF: gl.constexpr, PAIR: gl.constexpr):
+    """Return (B fragments, scale of the score, sum of the query) of this lane's column."""
+    N: gl.constexpr = D // 4
+    x = ()
+    for i in gl.static_range(N // 2):
+        first = (lane & 3) * N + 2 * i
+        bits = _sign_bits(first, SIGNS, D) >> (first & 31)
+        pair = ptx.unpack2(words[i] ^ (((bits & 2) << 30) | ((bits & 1) << 15)), HALF)
+        x = x + (gl.where(valid, pair[0], 0.0), gl.where(valid, pair[1], 0.0))
+    for bit in gl.static_range(6):
+        if (1 << bit) < N:
+            y = ()
+            for i in gl.static_range(N):
+                if i & (1 << bit) == 0:
+                    y = y + (x[i] + x[i + (1 << bit)],)
+                else:
+                    y = y + (x[i - (1 << bit)] - x[i],)
+            x = y
+    for bit in gl.static_range(2):
+        negative = (lane & (1 << bit)) != 0
+        y = ()
+        for i in gl.static_range(N):
+            y = y + (ptx.shuffle_xor(x[i], 1 << bit) + gl.where(negative, -x[i], x[i]),)
+        x = y
+    top = x[0] * 0.0
+    for i in gl.static_range(N):
+        top = gl.maximum(top, gl.abs(x[i]))
+    top = gl.maximum(top, ptx.shuffle_xor(top, 1))
+    top = gl.maximum(top, ptx.shuffle_xor(top, 2)) * factor
+    exponent = gl.minimum(gl.maximum((_as_bits(top) >> 23) & 255, 40), 240)
+    scaled = _as_float((266 - exponent) << 23) * factor
+    unscale = _as_float((exponent - 12) << 23)
+    total = x[0] * 0.0
+    y = ()
+    for i in gl.static_range(N):
+        v = x[i] * scaled
+        high = ptx.round_half(v)
+        if PAIR:
+            total += v
+            v = gl.where((lane & 4) != 0, v - high, high)
+        else:
+            total += high
+            v = high
+        if i % 2 == 1:
+            v = v * 0.0625
+        y = y + (v,)
+    total += ptx.shuffle_xor(total, 1)
+    total += ptx.shuffle_xor(total, 2)
+    fragments = ()
+    for i in gl.static_range(N // 8):
+        for n in gl.static_range(4):
+            fragments = fragments + (ptx.pack_half2(y[8 * i + n], y[8 * i + n + 4]),)
+    return fragments, unscale * 16777216.0, total * unscale
+
+
+@gluon.jit(do_not_specialize=["num_kv_heads", "num_splits", "window"])
+def decode_kernel(
+    query, kv_cache, block_table, seq_lens, query_start_loc, partial, partial_lse,
+    query_token_stride, query_head_stride, block_stride, head_stride, table_stride, factor, window,
+    num_kv_heads, num_splits, GROUP: gl.constexpr, QUERY_LEN: gl.constexpr,
+    D: gl.constexpr, BLOCK: gl.constexpr, T: gl.constexpr, STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, HALF: gl.constexpr, SIGNS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    WARPS: gl.constexpr = gl.num_warps()
+    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    COLUMNS: gl.constexpr = GROUP * QUERY_LEN
+    PAIR: gl.constexpr = COLUMNS <= 4
+    NT: gl.constexpr = 1 if PAIR else (COLUMNS + 7) // 8
+    NC: gl.constexpr = 1 if PAIR else 2 * NT
+    ROWS: gl.constexpr = min(BLOCK, T)
+    STAGE: gl.constexpr = T * (D + 8)
+    NG: gl.constexpr = T // 16
+    MT: gl.constexpr = D // 16
+    VW: gl.constexpr = D // 64
+    KW: gl.constexpr = D // 32
+
+    thread = gl.arange(0, 32 * WARPS, LANES)
+    lane, warp = thread & 31, thread >> 5
+    g, t = lane >> 2, lane & 3
+    pid = gl.program_id(0)
+    groups = num_kv_heads // WARPS
+    head = pid % groups * WARPS + warp
+    split = pid // groups % num_splits
+    seq = pid // (groups * num_splits)
+    memory = gl.allocate_shared_memory(
+        gl.int32, [_ring_rows(WARPS, STAGES, STAGE), 32 * WARPS], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )
+    # An ordinary use of the allocation, so that its symbol is declared to the PTX that names it.
+    memory.index(0).store(thread)
+    base = ptx.shared_base(lane)
+    barriers = base + WARPS * STAGES * STAGE
+    base += warp * (STAGES * STAGE)
+    ptx.barrier_init(barriers + 8 * thread, WARPS, (thread < STAGES).to(gl.int32))
+    ptx.barrier_init_fence(lane)
+    gl.thread_barrier()
+
+    if PDL:
+        ptx.wait_for_dependency(lane)
+        ptx.launch_dependents(lane)
+    seq_len = gl.load(seq_lens + seq).to(gl.int32)
+    query_start = gl.load(query_start_loc + seq).to(gl.int32)
+    query_len = gl.load(query_start_loc + seq + 1).to(gl.int32) - query_start
+
+    # Asked for before the first pages, behind which it would queue.
+    query_words = ()
+    for nt in gl.static_range(NT):
+        column = g >> 1 if PAIR else 8 * nt + g
+        row = column // GROUP
+        valid = (row < query_len) & (column < COLUMNS)
+        address = query.to(gl.int64) + 2 * (
+            (query_start + row).to(gl.int64) * query_token_stride
+            + (head * GROUP + column % GROUP) * query_head_stride
+            + t * (D // 4)
+        )
+        address = gl.where(valid, address, query.to(gl.int64))
+        for i in gl.static_range(D // 32):
+            query_words = query_words + ptx.load_global4(address, 16 * i)
+
+    first_position = seq_len - query_len
+    first_visible = gl.maximum(first_position - window + 1, 0) if WINDOW else 0
+    tiles_begin = first_visible // T
+    tiles = gl.cdiv(seq_len, T) - tiles_begin
+    begin = tiles_begin + split * tiles // num_splits
+    end = tiles_begin + (split + 1) * tiles // num_splits
+    count = gl.maximum(end - begin, 0)
+    # Tiles in [full_begin, full_end) are visible to every query of the sequence.
+    full_end = (first_position + 1) // T if CAUSAL else seq_len // T
+    full_begin = gl.cdiv(gl.maximum(seq_len - window, 0), T) if WINDOW else 0
+
+    table = block_table + seq.to(gl.int64) * table_stride
+    kv = kv_cache.to(gl.int64) + head.to(gl.int64) * head_stride + lane.to(gl.int64) * 0
+    pages = ()
+    for s in gl.static_range(STAGES):
+        pages = pages + (_tile_pages(table, begin + s, seq_len, lane, T, BLOCK),)
+    for s in gl.static_range(STAGES):
+        if s < count:
+            _start_tile(
+                pages[s], base + s * STAGE, barriers + 8 * s, kv, begin + s, seq_len, block_stride, lane, T, BLOCK, D
+            )
+    next_pages = _tile_pages(table, begin + STAGES, seq_len, lane, T, BLOCK)
+
+    fragments = ()
+    score_scale = ()
+    query_sum = ()
+    for nt in gl.static_range(NT):
+        column = g >> 1 if PAIR else 8 * nt + g
+        row = column // GROUP
+        valid = (row < query_len) & (column < COLUMNS)
+        q = _rotate_query(query_words[nt * (D // 8) : (nt + 1) * (D // 8)], lane, valid, factor, SIGNS, D, HALF, PAIR)
+        fragments = fragments + q[0]
+        score_scale = score_scale + (ptx.broadcast_lane(q[1], 8 * t),)
+        query_sum = query_sum + (ptx.broadcast_lane(q[2], 8 * t),)
+        if not PAIR:
+            score_scale = score_scale + (ptx.broadcast_lane(q[1], 8 * t + 4),)
+            query_sum = query_sum + (ptx.broadcast_lane(q[2], 8 * t + 4),)
+
+    zero = gl.full([32 * WARPS], 0.0, gl.float32, LANES)
+    accumulator = (zero,) * (4 * MT * NT)
+    top = (zero + _LOW,) * NC
+    total = (zero,) * NC
+    offset = (zero,) * NC
+    # The largest value scale so far, as the bits of a power of two.
+    reference = gl.full([32 * WARPS], 27 << 23, gl.int32, LANES)
+
+    # Row r of a 16-row fragment is token r ^ ((r >> 1) & 1) of its 16: no bank conflicts at the keys, two-way at the values.
+    token = g ^ ((g >> 1) & 1)
+    even, odd = (2 * t) ^ (t & 1), (2 * t + 1) ^ (t & 1)
+    k_lane = token * (D // 2) + t * (D // 8)
+    v_even = even * (D // 2) + g * (D // 16)
+    v_odd = odd * (D // 2) + g * (D // 16)
+    w_lane = token * 4
+
+    stage = 0
+    phase = 0
+    for j in range(count):
+        tile = begin + j
+        here = base + stage * STAGE
+        barrier = barriers + stage * 8
+        ptx.barrier_wait(barrier, lane * 0 + phase)
+        k_here, ve_here, vo_here, w_here = here + k_lane, here + v_even, here + v_odd, here + w_lane
+
+        score = ()
+        v_scale = ()
+        v_bias = ()
+        for i in gl.static_range(NG):
+            upper = _key_words(k_here, 16 * i, ROWS, D)
+            lower = _key_words(k_here, 16 * i + 8, ROWS, D)
+            words = (_scale_word(w_here, 16 * i, 0, ROWS, D), _scale_word(w_here, 16 * i + 8, 0, ROWS, D))
+            v_words = (_scale_word(w_here, 16 * i, 1, ROWS, D), _scale_word(w_here, 16 * i + 8, 1, ROWS, D))
+            c = ((zero, zero, zero, zero),) * NT
+            for w in gl.static_range(KW):
+                a, b = ptx.unpack_nibbles(upper[w]), ptx.unpack_nibbles(lower[w])
+                d = ()
+                for nt in gl.static_range(NT):
+                    of_query = fragments[nt * (D // 8) + 4 * w : nt * (D // 8) + 4 * w + 4]
+                    cc = ptx.mma((a[0], b[0], a[1], b[1]), of_query[0], of_query[1], c[nt])
+                    cc = ptx.mma((a[2], b[2], a[3], b[3]), of_query[2], of_query[3], cc)
+                    d = d + (cc,)
+                c = d
+            for r in gl.static_range(2):
+                k_scale, k_bias = _as_float(words[r] & -65536), _as_float(words[r] << 16)
+                if PAIR:
+                    score = score + ((c[0][2 * r] + c[0][2 * r + 1]) * (k_scale * score_scale[0]) + query_sum[0] * k_bias,)
+                else:
+                    for n in gl.static_range(NC):
+                        score = score + (c[n // 2][2 * r + n % 2] * (k_scale * score_scale[n]) + query_sum[n] * k_bias,)
+                v_scale = v_scale + (_as_float(v_words[r] & -65536),)
+                v_bias = v_bias + (_as_float(v_words[r] << 16),)
+
+        if (tile < full_begin) | (tile >= full_end):
+            new_score = ()
+            new_scale = ()
+            new_bias = ()
+            for i in gl.static_range(2 * NG):
+                position = tile * T + 8 * i + token
+                inside = (position < seq_len) & (position >= first_visible)
+                poison = v_scale[i] * 0.0 + v_bias[i] * 0.0
+                finite = inside & (poison == 0.0)
+                new_scale = new_scale + (gl.where(finite, v_scale[i], 0.0),)
+                new_bias = new_bias + (gl.where(finite, v_bias[i], 0.0),)
+                for n in gl.static_range(NC):
+                    if PAIR:
+                        column = t
+                    else:
+                        column = n // 2 * 8 + 2 * t + n % 2
+                    at = first_position + column // GROUP
+                    visible = inside
+                    if CAUSAL:
+                        visible = visible & (position <= at)
+                    if WINDOW:
+                        visible = visible & (at - position < window)
+                    new_score = new_score + (gl.where(visible, score[i * NC + n] + poison, float("-inf")),)
+            score = new_score
+            v_scale = new_scale
+            v_bias = new_bias
+
+        # One power of two per warp keeps p * scale inside fp16 for values of any size.
+        largest = v_scale[0]
+        for i in gl.static_range(2 * NG):
+            largest = gl.maximum(largest, v_scale[i])
+        bits = ptx.warp_max_bits((_as_bits(largest) + 0x7FFFFF) & 0x7F800000)
+        bits = gl.maximum(bits, reference)
+        inverse = _as_float(0x7F000000 - bits)
+        shrink = _as_float(reference) * inverse
+        reference = bits
+
+        new_top = ()
+        decay = ()
+        for n in gl.static_range(NC):
+            best = score[n]
+            for i in gl.static_range(1, 2 * NG):
+                best = gl.maximum(best, score[i * NC + n])
+            best = gl.maximum(best, ptx.shuffle_xor(best, 4))
+            best = gl.maximum(best, ptx.shuffle_xor(best, 8))
+            best = gl.maximum(best, ptx.shuffle_xor(best, 16))
+            best = gl.maximum(best, top[n])
+            new_top = new_top + (best,)
+            decay = decay + (gl.exp2(top[n] - best),)
+        top = new_top
+        new_total = ()
+        new_offset = ()
+        for n in gl.static_range(NC):
+            new_total = new_total + (total[n] * decay[n],)
+            new_offset = new_offset + (offset[n] * decay[n],)
+        rescaled = ()
+        for m in gl.static_range(MT * NT):
+            if PAIR:
+                f = decay[0] * shrink
+                rescaled = rescaled + (
+                    accumulator[4 * m] * f,
+                    accumulator[4 * m + 1],
+                    accumulator[4 * m + 2] * f,
+                    accumulator[4 * m + 3],
+                )
+            else:
+                f0, f1 = decay[m % NT * 2] * shrink, decay[m % NT * 2 + 1] * shrink
+                rescaled = rescaled + (
+                    accumulator[4 * m] * f0,
+                    accumulator[4 * m + 1] * f1,
+                    accumulator[4 * m + 2] * f0,
+                    accumulator[4 * m + 3] * f1,
+                )
+        accumulator = rescaled
+
+        for i in gl.static_range(NG):
+            v0, v1 = _value_words(ve_here, 16 * i, ROWS, D), _value_words(vo_here, 16 * i, ROWS, D)
+            v2, v3 = _value_words(ve_here, 16 * i + 8, ROWS, D), _value_words(vo_here, 16 * i + 8, ROWS, D)
+            p_fragments = ()
+            for r in gl.static_range(2):
+                scale = v_scale[2 * i + r] * inverse
+                weighted = ()
+                kept_total = ()
+                kept_offset = ()
+                for n in gl.static_range(NC):
+                    p = gl.exp2(score[(2 * i + r) * NC + n] - (top[n] - _HEADROOM))
+                    kept_total = kept_total + (new_total[n] + p,)
+                    kept_offset = kept_offset + (new_offset[n] + p * v_bias[2 * i + r],)
+                    weighted = weighted + (p * scale,)
+                new_total = kept_total
+                new_offset = kept_offset
+                for nt in gl.static_range(NT):
+                    if PAIR:
+                        p_fragments = p_fragments + (ptx.transpose8(ptx.pack_half2(weighted[0], zero)),)
+                    else:
+                        p_fragments = p_fragments + (ptx.transpose8(ptx.pack_half2(weighted[2 * nt], weighted[2 * nt + 1])),)
+            updated = ()
+            for w in gl.static_range(VW):
+                upper, lower = ptx.pair_halves(v0[w], v1[w]), ptx.pair_halves(v2[w], v3[w])
+                a, b = ptx.unpack_nibbles(upper[0]), ptx.unpack_nibbles(upper[1])
+                c, d = ptx.unpack_nibbles(lower[0]), ptx.unpack_nibbles(lower[1])
+                for k in gl.static_range(4):
+                    for nt in gl.static_range(NT):
+                        held = accumulator[4 * ((4 * w + k) * NT + nt) : 4 * ((4 * w + k) * NT + nt) + 4]
+                        updated = updated + ptx.mma((a[k], b[k], c[k], d[k]), p_fragments[nt], p_fragments[NT + nt], held)
+            accumulator = updated
+        total = new_total
+        offset = new_offset
+
+        ptx.warp_sync(lane)
+        if j + STAGES < count:
+            _start_tile(next_pages, here, barrier, kv, tile + STAGES, seq_len, block_stride, lane, T, BLOCK, D)
+            next_pages = _tile_pages(table, tile + STAGES + 1, seq_len, lane, T, BLOCK)
+        stage += 1
+        if stage == STAGES:
+            stage = 0
+            phase ^= 1
+    memory._keep_alive()
+
+    for n in gl.static_range(NC):
+        s, z = total[n], offset[n]
+        s += ptx.shuffle_xor(s, 4)
+        s += ptx.shuffle_xor(s, 8)
+        s += ptx.shuffle_xor(s, 16)
+        z += ptx.shuffle_xor(z, 4)
+        z += ptx.shuffle_xor(z, 8)
+        z += ptx.shuffle_xor(z, 16)
+        inverse = gl.where(s == 0.0, 0.0, 1.0 / s)
+        if PAIR:
+            column = t
+        else:
+            column = n // 2 * 8 + 2 * t + n % 2
+        row = column // GROUP
+        valid = (column < COLUMNS) & (row < query_len)
+        index = (query_start + row) * (num_kv_heads * GROUP) + head * GROUP + column % GROUP
+        index = (index * num_splits + split).to(gl.int64)
+        address = partial.to(gl.int64) + (index * D + g * (D // 8)) * 4
+        unit = _as_float(reference) * 16777216.0 * inverse
+        z = z * inverse
+        for w in gl.static_range(VW):
+            out = ()
+            for half in gl.static_range(2):
+                for k in gl.static_range(4):
+                    factor_k = unit if k % 2 == 0 else unit * 0.0625
+                    if PAIR:
+                        value = accumulator[4 * (4 * w + k) + 2 * half]
+                    else:
+                        value = accumulator[4 * ((4 * w + k) * NT + n // 2) + 2 * half + n % 2]
+                    out = out + (value * factor_k + z,)
+            ptx.store_global4(address, out[0], out[1], out[2], out[3], valid.to(gl.int32), 32 * w)
+            ptx.store_global4(address, out[4], out[5], out[6], out[7], valid.to(gl.int32), 32 * w + 16)
+        gl.store(partial_lse + index, top[n] - _HEADROOM + gl.log2(s), mask=valid & (g == 0))
+
+
+@gluon.jit(do_not_specialize=["num_splits"])
+def combine_kernel(
+    partial, partial_lse, out, lse, out_token_stride, out_head_stride, gain,
+    num_splits, HEADS: gl.constexpr, D: gl.constexpr, SIGNS: gl.constexpr, ROWS: gl.constexpr,
+    LSE: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    WARPS: gl.constexpr = gl.num_warps()
+    V: gl.constexpr = D // 32
+    TILE: gl.constexpr = gl.BlockedLayout([1, V], [1, 32], [WARPS, 1], [1, 0])
+    DIMS: gl.constexpr = gl.SliceLayout(0, TILE)
+    ROW: gl.constexpr = gl.SliceLayout(1, TILE)
+    row = gl.program_id(0)
+    dim = gl.arange(0, D, DIMS)
+    r = gl.arange(0, ROWS, ROW)
+    if PDL:
+        ptx.wait_for_dependency(r)
+        ptx.launch_dependents(r)
+    base = row.to(gl.int64) * num_splits
+    # Every slot merges its own splits first: the loads of a step depend on nothing, and rows meet once, at the end.
+    top = gl.full([ROWS], _LOW, gl.float32, ROW)
+    weight = gl.full([ROWS], 0.0, gl.float32, ROW)
+    value = gl.full([ROWS, D], 0.0, gl.float32, TILE)
+    for first in range(0, num_splits, ROWS):
+        inside = first + r < num_splits
+        split_lse = gl.load(partial_lse + base + first + r, mask=inside, other=float("-inf"))
+        rows = gl.load(
+            partial + (base + first + r)[:, None] * D + dim[None, :], mask=inside[:, None] & (dim >= 0)[None, :], other=0.0
+        )
+        best = gl.maximum(top, split_lse)
+        decay = gl.exp2(top - best)
+        w = gl.exp2(split_lse - best)
+        # A split that saw nothing has written no row.
+        rows = gl.where((split_lse == float("-inf"))[:, None], 0.0, rows)
+        weight = weight * decay + w
+        value = value * decay[:, None] + rows * w[:, None]
+        top = best
+    best = gl.max(top, 0)
+    scale = gl.exp2(top - best)
+    total = gl.sum(weight * scale, 0)
+    y = gl.sum(value * scale[:, None], 0) * gl.where(total == 0.0, 0.0, gain / total)
+    y = ptx.hadamard_in_lane(y, V)
+    lane = dim // V
+    for bit in gl.static_range(5):
+        other = ptx.shuffle_xor(y, 1 << bit)
+        y = gl.where((lane & (1 << bit)) != 0, other - y, other + y)
+    negative = ((_sign_bits(dim, SIGNS, D) >> (dim & 31)) & 1) != 0
+    y = gl.where(negative, -y, y)
+    token, head = row // HEADS, row % HEADS
+    gl.store(out + token.to(gl.int64) * out_token_stride + head * out_head_stride + dim, y.to(out.dtype.element_ty))
+    if LSE:
+        gl.store(lse + row, (best + gl.log2(total)) * 0.6931471805599453)

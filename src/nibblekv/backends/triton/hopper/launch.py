@@ -1,0 +1,203 @@
+"""Host side of the Hopper decode path: what it serves, how it divides the work, its two launches."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from nibblekv.backends.triton.hopper.kernels import combine_kernel, decode_kernel
+from nibblekv.formats import SCALE_WORD_BYTES
+from nibblekv.layout import KVCacheLayout
+from nibblekv.options import AttentionOptions
+from nibblekv.rotation import rotation_signs
+
+__all__ = ["Plan", "decode", "plan", "supports"]
+
+HEAD_SIZES = (64, 128, 256)
+ALIGNMENT = 16
+LOG2_E = 1.4426950408889634
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Launch parameters.
+
+    Attributes:
+        warps: KV heads of a block, one to a warp; divides num_kv_heads.
+        tile: tokens of a step. stages: tiles in flight per warp.
+        splits: blocks that share a sequence.
+        merge_warps, merge_rows: warps of a merge block, and the splits that it reads in one step.
+        dependent: launch each kernel before the one in front of it has drained.
+    """
+
+    warps: int
+    tile: int
+    stages: int
+    splits: int
+    merge_warps: int
+    merge_rows: int
+    dependent: bool = True
+
+
+def supports(
+    layout: KVCacheLayout,
+    options: AttentionOptions,
+    query_dtype: torch.dtype,
+    max_query_len: int,
+    device: torch.device,
+    num_query_heads: int,
+    kv_cache: torch.Tensor,
+) -> str | None:
+    """Return None if `decode` serves such a call, else the reason why not. Reads metadata only."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return f"needs a GPU of compute capability 9.0, got {device}"
+    if layout.page != "planar" or layout.k_format.name != "int4" or layout.v_format.name != "int4":
+        return f"needs planar int4 pages, got {layout.k_format.name}/{layout.v_format.name} {layout.page}"
+    if layout.head_size not in HEAD_SIZES or layout.head_size_v != layout.head_size:
+        return f"needs equal head sizes of {HEAD_SIZES}, got {layout.head_size} and {layout.head_size_v}"
+    if layout.block_size & (layout.block_size - 1):
+        return f"needs a power of two as block_size, got {layout.block_size}"
+    if query_dtype not in (torch.float16, torch.bfloat16):
+        return f"needs float16 or bfloat16 queries, got {query_dtype}"
+    columns = num_query_heads // layout.num_kv_heads * max_query_len
+    if columns > max_columns(layout.head_size):
+        return f"serves {max_columns(layout.head_size)} queries of a KV head at head size {layout.head_size}, got {columns}"
+    if kv_cache.data_ptr() % ALIGNMENT or kv_cache.stride(0) % ALIGNMENT or kv_cache.stride(1) % ALIGNMENT:
+        return f"needs tiles at multiples of {ALIGNMENT} bytes, got strides {kv_cache.stride()}"
+    for field in fields(options):
+        if field.name not in ("softmax_scale", "causal", "sliding_window"):
+            value = getattr(options, field.name)
+            if value is not None and (isinstance(value, torch.Tensor) or value != field.default):
+                return f"serves causal and sliding_window only, got {field.name}"
+    if isinstance(options.causal, torch.Tensor) or (options.sliding_window > 0 and not options.causal):
+        return "serves one causal flag for all sequences, and a window only with it"
+    return None
+
+
+def max_columns(head_size: int) -> int:
+    """Return the most queries of one KV head (group size x queries of a sequence) that a warp's registers hold."""
+    return 2048 // head_size
+
+
+def shared_bytes(warps: int, tile: int, stages: int, head_size: int) -> int:
+    """Return the bytes of a block's ring of tiles and its barriers."""
+    row = 128 * warps
+    return -(-stages * (warps * tile * (head_size + 2 * SCALE_WORD_BYTES) + 8) // row) * row
+
+
+@functools.lru_cache(maxsize=4096)
+def plan(num_seqs: int, num_kv_heads: int, max_seq_len: int, head_size: int, num_sms: int) -> Plan:
+    """Choose launch parameters from what the host knows: one wave of one-warp blocks.
+
+    Eight blocks a multiprocessor keep 139 KB in flight on each; more only lengthen the queues and the merge. At head size
+    256, where a split's rows to merge weigh twice as much, three.
+    """
+    warps, tile, stages = 1, 64, 2
+    blocks = num_sms * (3 if head_size == 256 else 8) // warps
+    splits = max(1, min(blocks // (num_seqs * (num_kv_heads // warps)), -(-max_seq_len // tile)))
+    if splits <= 8:
+        merge = (1, 8)
+    elif splits <= 32:
+        merge = (4, 16 if splits <= 16 else 32)
+    else:
+        merge = (8, 64)
+    return Plan(warps, tile, stages, splits, *merge)
+
+
+def decode(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    layout: KVCacheLayout,
+    options: AttentionOptions,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    max_query_len: int,
+    max_seq_len: int,
+    parameters: Plan | None = None,
+) -> None:
+    """Attend over packed pages into `out` (and `lse`), in two launches; nothing waits for the device.
+
+    Which thread adds what depends on sizes alone: a call gives the same bits every time.
+
+    Args: those of `nibblekv.paged_attention`, for a call that `supports` accepts. query is read 16 bytes at a time where it
+        is aligned so, else copied first. out may have any float dtype. The call allocates its split buffer only:
+        4 * (head_size + 1) bytes per query row, head and split.
+        parameters: overrides `plan`.
+    """
+    num_tokens, num_query_heads, head_size = query.shape
+    num_kv_heads, num_seqs = layout.num_kv_heads, seq_lens.shape[0]
+    if query.data_ptr() % ALIGNMENT or query.stride(0) % 8 or query.stride(1) % 8 or query.stride(2) != 1:
+        query = query.contiguous().clone()
+    if parameters is None:
+        reach = min(max_seq_len, options.sliding_window + max_query_len) if options.sliding_window else max_seq_len
+        parameters = plan(num_seqs, num_kv_heads, reach, head_size, _num_sms(query.device))
+    splits, rows = parameters.splits, num_tokens * num_query_heads * parameters.splits
+    buffer = torch.empty(rows * (head_size + 1), dtype=torch.float32, device=query.device)
+    partial, partial_lse = buffer, buffer[rows * head_size :]
+    signs = _signs(layout.k_format.rotation, head_size)
+    _launch(
+        decode_kernel,
+        num_seqs * (num_kv_heads // parameters.warps) * splits,
+        (query, kv_cache, block_table, seq_lens, query_start_loc, partial, partial_lse),
+        (query.stride(0), query.stride(1), kv_cache.stride(0), kv_cache.stride(1), block_table.stride(0)),
+        (options.softmax_scale * LOG2_E / math.sqrt(head_size), options.sliding_window, num_kv_heads, splits),
+        (num_query_heads // num_kv_heads, max_query_len, head_size, layout.block_size, parameters.tile, parameters.stages,
+         bool(options.causal), options.sliding_window > 0, query.dtype == torch.float16, signs, parameters.dependent),
+        parameters.warps, parameters.dependent,
+    )  # fmt: skip
+    _launch(
+        combine_kernel,
+        num_tokens * num_query_heads,
+        (partial, partial_lse, out, partial_lse if lse is None else lse),
+        (out.stride(0), out.stride(1)),
+        (1.0 / math.sqrt(head_size), splits),
+        (num_query_heads, head_size, signs, parameters.merge_rows, lse is not None, parameters.dependent),
+        parameters.merge_warps, parameters.dependent,
+    )  # fmt: skip
+
+
+_compiled: dict[tuple[Any, ...], Any] = {}
+
+
+def _launch(
+    kernel: Any,
+    blocks: int,
+    tensors: tuple[torch.Tensor, ...],
+    strides: tuple[int, ...],
+    scalars: tuple[float | int, ...],
+    constants: tuple[Any, ...],
+    num_warps: int,
+    dependent: bool,
+) -> None:
+    """Launch a kernel; from the second time on without Triton's own look-up, which takes longer than a short kernel runs.
+
+    The key holds all that Triton specialises on: dtypes, addresses' alignment, strides, constants. Scalars are exempt.
+    """
+    key = (
+        kernel, tensors[0].device, strides, constants, num_warps, dependent,
+        *[(t.dtype, t.data_ptr() % ALIGNMENT == 0) for t in tensors],
+    )  # fmt: skip
+    arguments = (*tensors, *strides, *scalars, *constants)
+    compiled = _compiled.get(key)
+    if compiled is None:
+        _compiled[key] = kernel[(blocks,)](*arguments, num_warps=num_warps, launch_pdl=dependent)
+    else:
+        compiled[(blocks, 1, 1)](*arguments)
+
+
+@functools.cache
+def _signs(kind: str, head_size: int) -> int:
+    signs = rotation_signs(kind, head_size)  # type: ignore[arg-type]
+    return sum(1 << d for d, sign in enumerate(signs.tolist()) if sign < 0)
+
+
+@functools.cache
+def _num_sms(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

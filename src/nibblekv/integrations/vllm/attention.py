@@ -1,0 +1,289 @@
+"""What the CPU and the CUDA backend share: choosing a layout for a layer, and calling nibblekv's operations for vLLM.
+
+Differences of vLLM's releases, and where they are bridged:
+
+    what                       0.26 - 0.27                 0.28                    0.29 - 0.32
+    shape of the cache         get_kv_cache_shape          get_kv_cache_shape      from the spec
+    bytes per (head, token)    fixed, D + 8 for int4       customize_spec          customize_spec
+    physical order             get_kv_cache_stride_order   the same                supported_kv_cache_layouts
+    kernel block sizes         no argument                 no argument             optional kv_cache_spec
+    cascade attention fields   in the metadata             in the metadata         gone after 0.31
+
+Each backend defines all of these hooks; a release calls the ones that it knows. `settings.SUPPORTED` states the range.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from vllm import envs
+from vllm.config import get_current_vllm_config_or_none
+from vllm.logger import init_logger
+from vllm.v1.attention.backend import AttentionBackend, AttentionType
+
+from nibblekv.formats import check_head_size, get_format
+from nibblekv.integrations.vllm.settings import DTYPES, Settings
+from nibblekv.layout import KVCacheLayout
+from nibblekv.ops import paged_attention, reshape_and_cache
+
+logger = init_logger("vllm.nibblekv")
+
+# Settings and cache dtype of the model that this process has built last: vLLM calls some hooks outside its configuration
+# context.
+_last_settings: Settings | None = None
+_last_dtype: str | None = None
+
+
+@dataclass
+class PrefillSplit:
+    """Where the prefill requests of a batch begin. vLLM puts requests with few new tokens first.
+
+    num_decodes, num_decode_tokens: requests and tokens before the first prefill.
+    query_start_loc: [num_prefills + 1] int32, counted from the first prefill token.
+    max_decode_len: longest query of the first part.
+    """
+
+    num_decodes: int
+    num_decode_tokens: int
+    query_start_loc: torch.Tensor
+    max_decode_len: int
+
+
+def current_settings() -> Settings:
+    """Return the settings of the model being built, else of the last one built, else of the environment."""
+    global _last_settings, _last_dtype
+    config = get_current_vllm_config_or_none()
+    if config is not None:
+        _last_settings = Settings.from_environment().updated(config.additional_config)
+        _last_dtype = None if config.cache_config is None else config.cache_config.cache_dtype
+    elif _last_settings is None:
+        return Settings.from_environment()
+    return _last_settings
+
+
+def is_ours(kv_cache_dtype: str | None) -> bool:
+    """Say whether a layer of this cache dtype stores nibblekv's pages."""
+    return kv_cache_dtype in DTYPES and not current_settings().disabled
+
+
+def model_is_ours() -> bool:
+    """Say whether the model being built, or the last one built, stores nibblekv's pages in any layer."""
+    return not current_settings().disabled and _last_dtype in DTYPES
+
+
+def is_our_spec(spec: Any) -> bool:
+    """Say whether a KV cache spec belongs to a layer that stores nibblekv's pages (encoders keep no pages)."""
+    mode = getattr(spec, "kv_quant_mode", None)
+    if mode is None or "EncoderOnly" in type(spec).__name__:
+        return False
+    return is_ours(mode.name.lower())
+
+
+@functools.cache
+def layout_of(
+    settings: Settings, kv_cache_dtype: str, num_kv_heads: int, head_size: int, head_size_v: int, block_size: int
+) -> KVCacheLayout:
+    """Return the layout of a layer's pages."""
+    k_format, v_format = settings.formats(kv_cache_dtype)
+    return KVCacheLayout.create(
+        k_format, v_format=v_format, num_kv_heads=num_kv_heads, head_size=head_size,
+        head_size_v=head_size_v, block_size=block_size,
+    )  # fmt: skip
+
+
+def customize_spec(spec: Any) -> Any:
+    """Return vLLM's cache spec with the bytes that one (head, token) of the chosen formats takes."""
+    if not is_our_spec(spec) or spec.state_content_bytes is not None:
+        return spec
+    dtype = spec.kv_quant_mode.name.lower()
+    # A spec that is only asked for its bytes per token may have a block size of 1.
+    layout = layout_of(current_settings(), dtype, spec.num_kv_heads, spec.head_size, spec.head_size_v, 16)
+    return replace(spec, state_content_bytes=layout.slot_bytes)
+
+
+def kv_cache_shape(
+    num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, kv_cache_dtype: str
+) -> tuple[int, int, int, int]:
+    """Return the logical shape (blocks, heads, slots, bytes) of a layer's cache, for releases that ask a backend for it.
+
+    Raises:
+        NotImplementedError: these releases count D + 8 bytes for 4-bit rows themselves, and the formats take another size.
+    """
+    layout = layout_of(current_settings(), kv_cache_dtype, num_kv_heads, head_size, head_size, block_size)
+    budget = 2 * get_format("int4" if kv_cache_dtype == "int4_per_token_head" else kv_cache_dtype).row_bytes(head_size) + 8
+    if layout.slot_bytes != budget and not hasattr(AttentionBackend, "customize_spec"):
+        raise NotImplementedError(
+            f"NIBBLEKV_FORMAT: expected formats of {budget} bytes per head and token with this vLLM release, "
+            f"got {layout.slot_bytes}; vLLM 0.28 or newer takes any"
+        )
+    return (num_blocks, num_kv_heads, block_size, layout.slot_bytes)
+
+
+def split_prefills(common: Any, threshold: int) -> PrefillSplit | None:
+    """Find the first request of a batch with more than `threshold` new tokens; None if there is no such request."""
+    if common.max_query_len <= threshold:
+        return None
+    starts = common.query_start_loc_cpu[: common.num_reqs + 1]
+    query_lens = starts[1:] - starts[:-1]
+    num_decodes = int((query_lens > threshold).int().argmax())
+    num_decode_tokens = int(starts[num_decodes])
+    return PrefillSplit(
+        num_decodes,
+        num_decode_tokens,
+        common.query_start_loc[num_decodes : common.num_reqs + 1] - num_decode_tokens,
+        int(query_lens[:num_decodes].max()) if num_decodes else 0,
+    )
+
+
+class QuantizedAttention:
+    """The part of an attention implementation that reads and writes nibblekv's pages, for one layer.
+
+    `configure` is called when the layer is built, and refuses there what could not be served later.
+    """
+
+    def configure(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        sliding_window: int | None,
+        kv_cache_dtype: str,
+        logits_soft_cap: float | None,
+        attn_type: str,
+        kv_sharing_target_layer_name: str | None,
+        use_alibi_sqrt: bool = False,
+        chunk_lookback: int = -1,
+    ) -> None:
+        """Keep what the calls need.
+
+        Raises:
+            ValueError, NotImplementedError: the layer cannot store these pages; the message says what to do.
+        """
+        if attn_type != AttentionType.DECODER:
+            raise NotImplementedError(
+                f"kv_cache_dtype: expected 'auto' for a model with {attn_type} attention layers (cross-attention keeps the "
+                f"encoder's keys), got {kv_cache_dtype!r}; run it without --kv-cache-dtype, or name the layers in "
+                "--kv-cache-dtype-skip-layers"
+            )
+        check_head_size(head_size)
+        self.nibblekv_settings = current_settings()
+        self.nibblekv_dtype = kv_cache_dtype
+        self.nibblekv_shape = (num_kv_heads, head_size)
+        self.nibblekv_owns_cache = kv_sharing_target_layer_name is None
+        self.nibblekv_options: dict[str, Any] = {
+            "softmax_scale": float(scale),
+            "sliding_window": sliding_window or 0,
+            "softcap": float(logits_soft_cap or 0.0),
+            "alibi_sqrt": use_alibi_sqrt,
+            "chunk_lookback": chunk_lookback,
+            "batch_invariant": self.nibblekv_settings.strict or bool(envs.VLLM_BATCH_INVARIANT),
+        }
+        k_format, v_format = self.nibblekv_settings.formats(kv_cache_dtype)
+        logger.info_once(
+            "nibblekv stores the KV cache of %s as %s keys and %s values%s.",
+            kv_cache_dtype,
+            k_format,
+            v_format,
+            ", strict mode" if self.nibblekv_settings.strict else "",
+        )
+
+    def nibblekv_layout(self, layer: torch.nn.Module, kv_cache: torch.Tensor) -> KVCacheLayout:
+        """Return the layout of this layer's cache."""
+        num_kv_heads, head_size = self.nibblekv_shape
+        head_size_v = getattr(layer, "head_size_v", head_size)
+        return layout_of(
+            self.nibblekv_settings, self.nibblekv_dtype, num_kv_heads, head_size, head_size_v, kv_cache.shape[2]
+        )  # fmt: skip
+
+    def nibblekv_write(
+        self,
+        layer: torch.nn.Module,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Store the new tokens. key and value may be longer than slot_mapping: the rest is padding."""
+        num_tokens = min(slot_mapping.shape[0], key.shape[0])
+        reshape_and_cache(
+            key[:num_tokens],
+            value[:num_tokens],
+            kv_cache.view(torch.uint8),
+            slot_mapping[:num_tokens],
+            self.nibblekv_layout(layer, kv_cache),
+            backend=self.nibblekv_settings.backend,
+        )
+
+    def nibblekv_attend(
+        self,
+        layer: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: torch.Tensor,
+        metadata: Any,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None,
+        options: dict[str, Any],
+    ) -> None:
+        """Attend the batch: requests with few new tokens to stored pages, prefills to their own raw keys as well.
+
+        In strict mode, for layers that share another layer's cache, and in captured graphs, all read stored pages only.
+        """
+        num_tokens = metadata.num_actual_tokens
+        split: PrefillSplit | None = getattr(metadata, "nibblekv_split", None)
+        if self.nibblekv_settings.strict or not self.nibblekv_owns_cache or key is None or value is None:
+            split = None
+        options = {**self.nibblekv_options, **options}
+        if output_scale is not None:
+            options["output_scale"] = output_scale.view(1)
+        cache = kv_cache.view(torch.uint8)
+        layout = self.nibblekv_layout(layer, kv_cache)
+        num_seqs = metadata.seq_lens.shape[0]
+        num_decodes = num_seqs if split is None else split.num_decodes
+        boundary = num_tokens if split is None else split.num_decode_tokens
+        if num_decodes:
+            paged_attention(
+                query[:boundary],
+                cache,
+                metadata.block_table[:num_decodes],
+                metadata.seq_lens[:num_decodes],
+                metadata.query_start_loc[: num_decodes + 1],
+                layout,
+                max_query_len=metadata.max_query_len if split is None else split.max_decode_len,
+                max_seq_len=metadata.max_seq_len,
+                out=output[:boundary],
+                backend=self.nibblekv_settings.backend,
+                **_slice_options(options, 0, num_decodes),
+            )
+        if split is not None and key is not None and value is not None:
+            end = num_decodes + split.query_start_loc.shape[0] - 1
+            paged_attention(
+                query[boundary:num_tokens],
+                cache,
+                metadata.block_table[num_decodes:end],
+                metadata.seq_lens[num_decodes:end],
+                split.query_start_loc,
+                layout,
+                key=key[boundary:num_tokens],
+                value=value[boundary:num_tokens],
+                max_query_len=metadata.max_query_len,
+                max_seq_len=metadata.max_seq_len,
+                out=output[boundary:num_tokens],
+                backend=self.nibblekv_settings.backend,
+                **_slice_options(options, num_decodes, end),
+            )
+
+
+def _slice_options(options: dict[str, Any], begin: int, end: int) -> dict[str, Any]:
+    """Cut the options that hold one entry per sequence to sequences begin..end."""
+    return {
+        name: value[begin:end]
+        if name in ("causal", "rswa_prefix_lens", "mm_prefix_ranges") and isinstance(value, torch.Tensor)
+        else value
+        for name, value in options.items()
+    }

@@ -1,0 +1,561 @@
+"""Differential fuzzing: random calls on a backend against a slow dictionary of rows.
+
+    python tests/fuzz.py --seconds 600 [--seed N] [--backend NAME]
+
+A run is a list of (call, seed) pairs on one cache. Sequences grow, are attended, cropped, forked and freed; the cache lies
+padded in an allocation of canaries, and every byte that is not a written row is poison. After each call the whole
+allocation must equal a shadow that only the call's own rows may have changed. A failing list is shrunk by leaving out
+calls, and printed with its seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import torch
+from batches import POISON, place, usable_backends
+from oracle import attend
+
+from nibblekv import (
+    FORMATS,
+    AttentionOptions,
+    KVCacheLayout,
+    QuantFormat,
+    dequantize,
+    paged_attention,
+    quantize,
+    reshape_and_cache,
+)
+from nibblekv.backends import get_backend
+from nibblekv.cache import CacheFullError, PagedKVCache
+from nibblekv.formats import decode_rows, encode_rows, unpack_scale_word
+from nibblekv.rotation import rotate, unrotate
+
+# Relative error of a row of attention that a backend may have against float64 on the same pages.
+TOLERANCE = {"reference": 2e-5}
+DEFAULT_TOLERANCE = 1e-3
+MAX_LENGTH = 45
+Calls = list[tuple[str, int]]
+
+
+@dataclass
+class Sequence:
+    """Pages in order, and how many of their slots are in use."""
+
+    pages: list[int]
+    length: int = 0
+
+
+class Machine:
+    """One cache, what it must hold, and the calls that change both."""
+
+    CALLS = ("grow", "grow", "attend", "attend", "attend", "crop", "fork", "free", "refuse")
+
+    def __init__(self, backend: str, seed: int) -> None:
+        random = Random(seed)
+        self.backend = backend
+        page, order = random.choice([("planar", "HND"), ("interleaved", "HND"), ("interleaved", "NHD")])
+        self.layout = KVCacheLayout.create(
+            random.choice(list(FORMATS)),
+            v_format=random.choice([None, None, *FORMATS]),
+            num_kv_heads=random.randint(1, 3),
+            head_size=random.choice([32, 64, 64, 96, 104, 128]),
+            head_size_v=random.choice([None, None, 40, 64]),
+            block_size=random.choice([16, 16, 32]),
+            page=page,
+            block_order=order,
+        )
+        self.group = random.choice([1, 1, 2, 3, 5])
+        self.dtype = random.choice([torch.float32, torch.float32, torch.bfloat16, torch.float16])
+        self.key_size, self.value_size = 10.0 ** random.uniform(-3, 3), 10.0 ** random.uniform(-3, 3)
+        self.blocks = random.randint(4, 9)
+        pads = {name: 4 * random.randint(0, 3) for name in ("offset", "pad_row", "pad_head", "pad_block")}
+        self.allocation, self.kv_cache = place(self.layout, self.blocks, **pads)
+        self.kv_cache.fill_(POISON)
+        self.shadow = self.allocation.clone()
+        self.free_pages = list(range(self.blocks))
+        self.owners = [0] * self.blocks
+        self.sequences: list[Any] = []
+        self.rows: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # slot -> key and value as stored
+        self.refused = 0
+
+    def step(self, call: str, seed: int) -> None:
+        """Make one call and compare everything that it may and may not have changed."""
+        getattr(self, call)(Random(seed))
+        if not torch.equal(self.allocation, self.shadow):
+            changed = (self.allocation != self.shadow).nonzero().flatten()
+            raise AssertionError(f"{call} changed {len(changed)} bytes that are not its own, the first at {int(changed[0])}")
+
+    # --- writing
+
+    def grow(self, random: Random) -> None:
+        """Append tokens to old and new sequences in one write, in any order, with skipped rows among them."""
+        chosen = random.sample(self.sequences, min(len(self.sequences), random.randint(0, 2)))
+        if not chosen or random.random() < 0.5:
+            self.sequences.append(Sequence([]))
+            chosen.append(self.sequences[-1])
+        slots: list[int] = []
+        for sequence in chosen:
+            for _ in range(random.choice([1, 1, 3, random.randint(1, 20)])):
+                slot = self._next_slot(sequence)
+                if slot is not None:
+                    slots.append(slot)
+        slots += [-random.randint(1, 3)] * random.choice([0, 0, 2])
+        random.shuffle(slots)
+        self._write(slots, random)
+        self.sequences = [s for s in self.sequences if s.length]
+
+    def _next_slot(self, sequence: Sequence) -> int | None:
+        size = self.layout.block_size
+        if sequence.length >= MAX_LENGTH:
+            return None
+        offset = sequence.length % size
+        if offset == 0:
+            if not self.free_pages:
+                return None
+            sequence.pages.append(self.free_pages.pop())
+            self.owners[sequence.pages[-1]] = 1
+        elif self.owners[sequence.pages[-1]] > 1:
+            return None  # a shared page that is not full: only its owners' copy may grow
+        sequence.length += 1
+        return sequence.pages[-1] * size + offset
+
+    def _write(self, slots: list[int], random: Random) -> None:
+        layout = self.layout
+        key, value = (
+            self._tensor(random, len(slots), layout.num_kv_heads, n, size, bad=0.03)
+            for n, size in ((layout.head_size, self.key_size), (layout.head_size_v, self.value_size))
+        )
+        mapping = torch.tensor(slots, dtype=random.choice([torch.int32, torch.int64]))
+        if self._refuses(None):
+            return
+        reshape_and_cache(key, value, self.kv_cache, mapping, layout, backend=self.backend)
+        views = layout.views(self.kv_cache)
+        shadow = layout.views(
+            self.shadow.as_strided(self.kv_cache.shape, self.kv_cache.stride(), self.kv_cache.storage_offset())
+        )
+        kept = mapping >= 0
+        block, slot = mapping[kept] // layout.block_size, mapping[kept] % layout.block_size
+        stored = []
+        for raw, fmt, codes, words in (
+            (key[kept], layout.k_format, "key_cache", "k_scale_cache"),
+            (value[kept], layout.v_format, "value_cache", "v_scale_cache"),
+        ):
+            code_rows, word_rows = getattr(views, codes)[block, slot], getattr(views, words)[block, slot]
+            check_rows(raw, code_rows, word_rows, fmt)
+            getattr(shadow, codes)[block, slot] = code_rows
+            getattr(shadow, words)[block, slot] = word_rows
+            stored.append(unrotate(decode_rows(code_rows, word_rows, fmt), fmt.rotation))
+        self.rows.update(zip(mapping[kept].tolist(), zip(*stored, strict=True), strict=True))
+
+    def _tensor(
+        self, random: Random, tokens: int, heads: int, head_size: int, size: float, bad: float = 0.0
+    ) -> torch.Tensor:
+        gen = torch.Generator().manual_seed(random.getrandbits(40))
+        wide = torch.randn(tokens, heads + 1, head_size + 8, generator=gen) * size
+        if random.random() < 0.3:
+            wide[..., random.randrange(head_size)] *= 30
+        if random.random() < 0.2:
+            wide = wide.abs()
+        for token in range(tokens):
+            if random.random() < bad:
+                wide[token, random.randrange(heads), random.randrange(head_size)] = random.choice(
+                    [math.nan, math.inf, -math.inf]
+                )
+        tensor = wide.clamp(-6e4, 6e4) if self.dtype == torch.float16 else wide
+        tensor = torch.where(wide.isfinite(), tensor, wide).to(self.dtype)[:, :heads, :head_size]
+        return tensor if random.random() < 0.5 else tensor.contiguous()
+
+    # --- reading
+
+    def attend(self, random: Random) -> None:
+        """Attend some sequences, with random options, and compare with float64 over the dictionary."""
+        layout = self.layout
+        chosen = random.sample(self.sequences, min(len(self.sequences), random.randint(1, 3)))
+        if not chosen:
+            return
+        query_lens = [min(s.length, random.choice([0, 1, 1, 2, 5])) for s in chosen]
+        total, heads = sum(query_lens), layout.num_kv_heads * self.group
+        query = self._tensor(random, total, heads, layout.head_size, 1 / self.key_size)
+        options = self._options(random, len(chosen), heads, max(query_lens))
+        starts = torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32)
+        raw: dict[str, torch.Tensor] = {}
+        if random.random() < 0.25:
+            raw["key"] = self._tensor(random, total, layout.num_kv_heads, layout.head_size, self.key_size)
+            raw["value"] = self._tensor(random, total, layout.num_kv_heads, layout.head_size_v, self.value_size)
+        opts = AttentionOptions(**options)
+        if self._refuses(opts):
+            return
+        dtype = self.dtype if opts.output_scale is None else torch.float8_e4m3fn
+        out = torch.full((total, heads, layout.head_size_v), math.nan).to(dtype)
+        got = self._call(query, chosen, query_lens, random, out=out, return_lse=True, **raw, **options)
+        rows = []
+        for b, sequence in enumerate(chosen):
+            keys, values = self._stored(sequence)
+            if raw and query_lens[b]:
+                own = slice(int(starts[b]), int(starts[b + 1]))
+                keys[-query_lens[b] :], values[-query_lens[b] :] = raw["key"][own].float(), raw["value"][own].float()
+            rows.append((keys, values))
+        expected, expected_lse = attend(query, rows, starts.tolist(), opts)
+        tolerance = TOLERANCE.get(self.backend, DEFAULT_TOLERANCE)
+        scale = 1.0 if opts.output_scale is None else float(opts.output_scale)
+        size = max((float(v.nan_to_num(0).abs().max()) for _, v in rows if len(v)), default=0.0) / scale
+        compare("out", got[0].double(), expected, tolerance * size, dtype)
+        whole = ~expected.isnan().any(-1)  # a row that a NaN value made NaN may or may not have a log-sum-exp
+        compare("lse", got[1].double()[whole], expected_lse[whole], 10 * tolerance, torch.float32)
+
+    def _call(self, query: torch.Tensor, chosen: list, query_lens: list[int], random: Random, **arguments: Any) -> Any:
+        """Call `paged_attention` on sequences; table entries past a sequence's pages name no page."""
+        width = max(len(s.pages) for s in chosen) + random.randint(0, 2)
+        table = [s.pages + [random.randrange(2**20)] * (width - len(s.pages)) for s in chosen]
+        return paged_attention(
+            query,
+            self.kv_cache,
+            torch.tensor(table, dtype=torch.int32),
+            torch.tensor([s.length for s in chosen], dtype=torch.int32),
+            torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32),
+            self.layout,
+            backend=self.backend,
+            **arguments,
+        )
+
+    def _stored(self, sequence: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        size = self.layout.block_size
+        rows = [self.rows[sequence.pages[i // size] * size + i % size] for i in range(sequence.length)]
+        return torch.stack([key for key, _ in rows]), torch.stack([value for _, value in rows])
+
+    def _options(self, random: Random, seqs: int, heads: int, queries: int) -> dict:
+        gen = torch.Generator().manual_seed(random.getrandbits(40))
+        options: dict = {"softmax_scale": random.uniform(0.5, 2) * self.layout.head_size**-0.5 / 3}
+
+        def maybe(probability: float = 0.15) -> bool:
+            return random.random() < probability
+
+        if maybe():
+            options["causal"] = random.choice([False, torch.rand(seqs, generator=gen) < 0.5])
+        kind = random.choice(["all", "all", "window", "chunks", "rswa"])
+        if kind in ("window", "chunks"):
+            options["sliding_window"] = random.randint(1, 30)
+        if kind == "chunks":
+            options["chunk_lookback"] = random.randint(0, options["sliding_window"] - 1) if maybe(0.5) else 0
+        if kind == "rswa":
+            options["rswa_prefix_lens"] = torch.randint(0, 20, (seqs,), generator=gen, dtype=torch.int32)
+            options["rswa_window"] = random.randint(1, 20)
+        if maybe():
+            options["softcap"] = random.choice([0.01, 1.0, 30.0])
+        if maybe():
+            options["alibi_slopes"] = torch.rand(heads, generator=gen) * 0.3
+            options["alibi_sqrt"] = maybe(0.5)
+        if maybe():
+            options["sinks"] = torch.randn(heads, generator=gen) * 3
+        if maybe() and queries:
+            bias = torch.randn(queries, queries, generator=gen)
+            options["qq_bias"] = bias if maybe(0.5) else torch.where(bias > 0.5, -torch.inf, 0.0)
+        if maybe():
+            ranges = torch.randint(0, MAX_LENGTH, (seqs, random.randint(1, 3), 2), generator=gen, dtype=torch.int32)
+            options["mm_prefix_ranges"] = ranges
+            options["mm_prefix_clamp"] = maybe(0.5)
+        if maybe(0.1):
+            options["output_scale"] = torch.tensor([self.value_size / random.choice([1.0, 100.0])])
+        if maybe(0.1):
+            options["batch_invariant"] = True
+        return options
+
+    def _refuses(self, options: AttentionOptions | None) -> bool:
+        refuses = get_backend(self.backend).supports(self.layout, options, torch.device("cpu")) is not None
+        self.refused += refuses
+        return refuses
+
+    # --- lifetimes
+
+    def crop(self, random: Random) -> None:
+        """Drop the last tokens of a sequence. Their bytes stay, and must not be read."""
+        if not self.sequences:
+            return
+        sequence = random.choice(self.sequences)
+        sequence.length = random.randint(1, sequence.length)
+        keep = -(-sequence.length // self.layout.block_size)
+        for page in sequence.pages[keep:]:
+            self._release(page)
+        del sequence.pages[keep:]
+
+    def fork(self, random: Random) -> None:
+        """Make a second sequence of the same pages; a shared page is not written while it is shared."""
+        if self.sequences:
+            parent = random.choice(self.sequences)
+            for page in parent.pages:
+                self.owners[page] += 1
+            self.sequences.append(Sequence(list(parent.pages), parent.length))
+
+    def free(self, random: Random) -> None:
+        """End a sequence. Pages that nobody owns become poison."""
+        if self.sequences:
+            for page in self.sequences.pop(random.randrange(len(self.sequences))).pages:
+                self._release(page)
+
+    def _release(self, page: int) -> None:
+        self.owners[page] -= 1
+        if self.owners[page] == 0:
+            self.kv_cache[page].fill_(POISON)
+            self.shadow.as_strided(self.kv_cache.shape, self.kv_cache.stride(), self.kv_cache.storage_offset())[page].fill_(
+                POISON
+            )
+            self.free_pages.append(page)
+
+    def refuse(self, random: Random) -> None:
+        """Make a call that must raise and write nothing."""
+        layout = self.layout
+        key = torch.zeros(3, layout.num_kv_heads, layout.head_size, dtype=self.dtype)
+        value = torch.zeros(3, layout.num_kv_heads, layout.head_size_v, dtype=self.dtype)
+        slots = torch.tensor([0, 1, 2])
+        match random.choice(["slot", "dtype", "shape", "value"]):
+            case "slot":
+                slots[random.randrange(3)] = self.blocks * layout.block_size + random.randrange(3)
+            case "dtype":
+                value = value.to(torch.float64)
+            case "shape":
+                key = key[..., :-8]
+            case "value":
+                value = value[:2]
+        try:
+            reshape_and_cache(key, value, self.kv_cache, slots, layout, backend=self.backend)
+        except (ValueError, TypeError):
+            return
+        raise AssertionError("a bad write was accepted")
+
+
+@dataclass
+class StoredSequence:
+    """A sequence of a `PagedKVCache`, and what each layer must hold of it."""
+
+    seq_id: int
+    rows: list[tuple[torch.Tensor, torch.Tensor]]
+
+    @property
+    def length(self) -> int:
+        return self.rows[0][0].shape[0]
+
+
+class PagedMachine(Machine):
+    """The same calls on a `PagedKVCache` of one or two layers: allocation, shared pages, copies on write, a full pool."""
+
+    def __init__(self, backend: str, seed: int) -> None:
+        super().__init__(backend, seed)
+        random = Random(seed)
+        self.cache = PagedKVCache(
+            [self.layout] * random.randint(1, 2), num_blocks=random.choice([None, self.blocks]), backend=backend
+        )
+        self.layer = 0
+
+    def step(self, call: str, seed: int) -> None:
+        """Make one call; then every sequence must hold exactly its rows, and every byte that is nobody's is poison."""
+        if self._refuses(None):
+            return
+        getattr(self, call)(Random(seed))
+        for sequence in self.sequences:
+            for layer, expected in enumerate(sequence.rows):
+                for got, rows in zip(self.cache.gather(sequence.seq_id, layer), expected, strict=True):
+                    assert torch.equal(got.nan_to_num(7.0), rows.nan_to_num(7.0)), f"{call} changed another sequence's rows"
+        unused = torch.ones(self.cache.num_blocks, self.cache.block_size, dtype=torch.bool)
+        for sequence in self.sequences:
+            for i, page in enumerate(self.cache.blocks(sequence.seq_id)):
+                unused[page, : sequence.length - i * self.cache.block_size] = False
+        for kv_cache in self.cache.kv_caches:
+            views = self.layout.views(kv_cache)
+            views.key_cache[unused], views.value_cache[unused] = POISON, POISON
+            views.k_scale_cache[unused], views.v_scale_cache[unused] = -1, -1
+
+    def grow(self, random: Random) -> None:
+        """Append to old and new sequences; a full pool must refuse and change nothing."""
+        chosen = random.sample(self.sequences, min(len(self.sequences), random.randint(0, 2)))
+        if not chosen or random.random() < 0.5:
+            empty = torch.zeros(0, self.layout.num_kv_heads, self.layout.head_size)
+            empty_v = torch.zeros(0, self.layout.num_kv_heads, self.layout.head_size_v)
+            layers = len(self.cache.layouts)
+            self.sequences.append(StoredSequence(self.cache.add_sequences()[0], [(empty, empty_v)] * layers))
+            chosen.append(self.sequences[-1])
+        counts = [min(random.choice([0, 1, 1, 3, 17]), MAX_LENGTH - s.length) for s in chosen]
+        raw = [self._rows(random, sum(counts)) for _ in self.cache.layouts]
+        try:
+            self.cache.append([s.seq_id for s in chosen], [k for k, _ in raw], [v for _, v in raw], counts)
+        except CacheFullError:
+            return
+        first = 0
+        for sequence, count in zip(chosen, counts, strict=True):
+            rows = []
+            for layer, given in enumerate(raw):
+                got = self.cache.gather(sequence.seq_id, layer)
+                for new, x, fmt in zip(got, given, (self.layout.k_format, self.layout.v_format), strict=True):
+                    check_decoded(x[first : first + count], new[sequence.length :], fmt)
+                old_and_new = [torch.cat((o, n[len(o) :])) for o, n in zip(sequence.rows[layer], got, strict=True)]
+                rows.append((old_and_new[0], old_and_new[1]))
+            sequence.rows = rows
+            first += count
+
+    def _rows(self, random: Random, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        heads = self.layout.num_kv_heads
+        return (
+            self._tensor(random, tokens, heads, self.layout.head_size, self.key_size, bad=0.03),
+            self._tensor(random, tokens, heads, self.layout.head_size_v, self.value_size, bad=0.03),
+        )
+
+    def attend(self, random: Random) -> None:
+        """Attend in one of the layers."""
+        self.layer = random.randrange(len(self.cache.layouts))
+        super().attend(random)
+
+    def _call(self, query: torch.Tensor, chosen: list, query_lens: list[int], random: Random, **arguments: Any) -> Any:
+        step = self.cache.view([s.seq_id for s in chosen], query_lens)
+        return self.cache.attend(step, query, self.layer, **arguments)
+
+    def _stored(self, sequence: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        key, value = sequence.rows[self.layer]
+        return key.clone(), value.clone()
+
+    def crop(self, random: Random) -> None:
+        """Drop the last tokens of a sequence, perhaps all."""
+        if self.sequences:
+            sequence = random.choice(self.sequences)
+            length = random.randint(0, sequence.length)
+            self.cache.crop(sequence.seq_id, length)
+            sequence.rows = [(k[:length], v[:length]) for k, v in sequence.rows]
+
+    def fork(self, random: Random) -> None:
+        """Fork sequences, one of them perhaps twice."""
+        parents = [random.choice(self.sequences) for _ in range(random.randint(1, 2)) if self.sequences]
+        for parent, seq_id in zip(parents, self.cache.fork([p.seq_id for p in parents]), strict=True):
+            self.sequences.append(StoredSequence(seq_id, list(parent.rows)))
+
+    def free(self, random: Random) -> None:
+        """End one or two sequences."""
+        ended = random.sample(self.sequences, min(len(self.sequences), random.randint(1, 2)))
+        self.cache.free([s.seq_id for s in ended])
+        self.sequences = [s for s in self.sequences if s not in ended]
+
+    def refuse(self, random: Random) -> None:
+        """Make a call that must raise and change nothing."""
+        ids = [s.seq_id for s in self.sequences]
+        keys, values = ([rows[i] for rows in [self._rows(random, 1)] * len(self.cache.layouts)] for i in (0, 1))
+        calls: list[Any] = [lambda: self.cache.append([-1], keys, values), lambda: self.cache.free([*ids, 10**9])]
+        if ids:
+            calls.append(lambda: self.cache.crop(ids[0], MAX_LENGTH + 100))
+            calls.append(lambda: self.cache.append(ids[:1], [*keys[:-1], keys[-1].double()], values))
+            calls.append(lambda: self.cache.extend([ids[0], ids[0]]))
+        try:
+            random.choice(calls)()
+        except (ValueError, TypeError, CacheFullError):
+            return
+        raise AssertionError("a bad call was accepted")
+
+
+def check_decoded(raw: torch.Tensor, decoded: torch.Tensor, fmt: QuantFormat) -> None:
+    """Check read-back rows [tokens, heads, head_size]: hardly worse than the reference's, and the NaN policy."""
+    bad = ~raw.isfinite().all(-1)
+    assert torch.equal(decoded.isnan().all(-1), bad), "exactly the rows with NaN or Inf must decode to NaN"
+    x, decoded = raw[~bad].float(), decoded[~bad]
+    ideal = (dequantize(*quantize(x, fmt), fmt) - x).norm(dim=-1)
+    assert ((decoded - x).norm(dim=-1) <= 1.2 * ideal + 1e-3 * x.norm(dim=-1)).all(), "rows read back wrong"
+
+
+def check_rows(raw: torch.Tensor, codes: torch.Tensor, words: torch.Tensor, fmt: QuantFormat) -> None:
+    """Check stored rows [tokens, heads, ...] against raw ones [.., head_size]: bounds, steps, and the NaN policy."""
+    y, decoded = rotate(raw, fmt.rotation), decode_rows(codes, words, fmt)
+    bad = ~raw.isfinite().all(-1)
+    assert decoded[bad].isnan().all(), "a row with NaN or Inf must decode to NaN"
+    y, decoded, words = y[~bad], decoded[~bad], words[~bad]
+    if not len(y):
+        return
+    scale, _ = unpack_scale_word(words, fmt)
+    ideal, _ = unpack_scale_word(encode_rows(y, fmt)[1], fmt)
+    size = y.abs().amax(-1)
+    assert ((scale - ideal).abs() <= 0.01 * ideal + 1e-6 * size).all(), f"scale {scale} where {ideal} is right"
+    bound = 0.51 * scale[:, None] if fmt.code != "fp8" else torch.maximum(y.abs() / 15, scale[:, None] * 2.0**-9)
+    error = (y - decoded).abs()
+    assert (error <= bound + 1e-5 * size[:, None]).all(), f"error {float((error - bound).max())} beyond half a step"
+
+
+def compare(name: str, got: torch.Tensor, expected: torch.Tensor, tolerance: float, dtype: torch.dtype) -> None:
+    """Raise unless NaN and infinities agree and finite values do within tolerance and one rounding to dtype."""
+    assert torch.equal(got.isnan(), expected.isnan()), (
+        f"{name}: NaN in {int(got.isnan().sum())}, not {int(expected.isnan().sum())}"
+    )
+    infinite = expected.isinf()
+    assert torch.equal(got[infinite], expected[infinite]), f"{name}: infinities differ"
+    finite = expected.isfinite()
+    error = (got[finite] - expected[finite]).abs()
+    info = torch.finfo(dtype)
+    bound = tolerance + expected[finite].abs() * info.eps + info.tiny * info.eps
+    if (error > bound).any():
+        worst = (error - bound).argmax()
+        raise AssertionError(f"{name}: error {float(error[worst]):.3g} where {float(bound[worst]):.3g} is allowed")
+
+
+def run(backend: str, seed: int, calls: Calls) -> tuple[str | None, Machine, int]:
+    """Run a list of calls on a fresh machine; return (what failed, or None; the machine; calls that were started)."""
+    machine = (Machine, PagedMachine)[seed % 2](backend, seed)
+    for i, (call, call_seed) in enumerate(calls):
+        try:
+            machine.step(call, call_seed)
+        except Exception:
+            return f"{call}: {traceback.format_exc(limit=-3)}", machine, i + 1
+    return None, machine, len(calls)
+
+
+def shrink(backend: str, seed: int, calls: Calls) -> Calls:
+    """Leave out runs of calls, halving their length, without which the list still fails."""
+    size = len(calls)
+    while size:
+        for i in range(len(calls) - size, -1, -size):
+            shorter = calls[:i] + calls[i + size :]
+            failure, _, started = run(backend, seed, shorter)
+            if failure is not None:
+                calls = shorter[:started]
+        size //= 2
+    return calls
+
+
+def fuzz(backend: str, seconds: float, seed: int) -> tuple[int, str | None]:
+    """Run fresh machines until the time is over; return (calls made, the first finding)."""
+    end, made = time.monotonic() + seconds, 0
+    while time.monotonic() < end:
+        random = Random(seed)
+        calls = [("grow", random.getrandbits(40))] * 2
+        calls += [(random.choice(Machine.CALLS), random.getrandbits(40)) for _ in range(60)]
+        failure, machine, started = run(backend, seed, calls)
+        if failure is not None:
+            smallest = shrink(backend, seed, calls[:started])
+            failure = run(backend, seed, smallest)[0]
+            return made, f"{backend}: seed {seed}, {len(smallest)} calls {smallest}\n{failure}"
+        made += started - machine.refused
+        seed += 1
+    return made, None
+
+
+def main() -> int:
+    """Fuzz every usable backend for an equal share of the time."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--seed", type=int, default=None, help="the first seed (default: from the clock)")
+    parser.add_argument("--backend", default=None, help="one backend (default: every one that serves CPU tensors)")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    backends = [arguments.backend] if arguments.backend else usable_backends()
+    seed = int(time.time()) if arguments.seed is None else arguments.seed
+    findings = 0
+    for backend in backends:
+        made, failure = fuzz(backend, arguments.seconds / len(backends), seed)
+        print(f"{backend}: seeds from {seed}, {made} calls, {'no findings' if failure is None else failure}", flush=True)
+        findings += failure is not None
+    print(f"findings: {findings}")
+    return 1 if findings else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

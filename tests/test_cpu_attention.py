@@ -1,0 +1,341 @@
+"""The CPU kernels' attention against the reference and float64 on the same pages, on each instruction set of the machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from batches import POISON, Batch
+from oracle import attend as oracle_attend
+from test_reference_attention import OPTIONS, QUERY_LENS, SEQ_LENS
+
+from nibblekv import FORMATS, AttentionOptions, KVCacheLayout, paged_attention, reshape_and_cache
+from nibblekv.backends import cpu, reference
+from nibblekv.backends.cpu import _library
+
+pytestmark = pytest.mark.skipif(cpu.unavailable_reason() is not None, reason=str(cpu.unavailable_reason()))
+
+# Operands of the integer dot products have 16 bits: 2^-16 of the largest value, summed over a row.
+TOLERANCE = 2e-4
+HEAD_SIZES = [32, 40, 64, 80, 96, 112, 128, 192, 256, 504, 512]
+
+
+def machine_sets() -> list[str]:
+    if cpu.unavailable_reason() is not None:
+        return []
+    sets = []
+    for name in ("avx512", "avx2", "generic"):
+        try:
+            _library.use_instruction_set(name)
+            sets.append(name)
+        except ValueError:
+            continue
+    _library.use_instruction_set("")
+    return sets
+
+
+@pytest.fixture(params=machine_sets())
+def instruction_set(request: pytest.FixtureRequest):
+    _library.use_instruction_set(request.param)
+    assert _library.instruction_set() == request.param
+    yield request.param
+    _library.use_instruction_set("")
+
+
+def assert_close(out: torch.Tensor, expected: torch.Tensor, tolerance: float = TOLERANCE) -> None:
+    assert out.isfinite().all()  # the output was NaN before the call
+    assert expected.abs().max() > 0.1  # zeros must not pass
+    error = (out.double() - expected.double()).norm(dim=-1)
+    assert error.max() <= tolerance * expected.double().norm(dim=-1).max()
+
+
+def assert_equals_reference(batch: Batch, tolerance: float = TOLERANCE, **options: object) -> None:
+    out, lse = batch.attend(backend="cpu", return_lse=True, **options)
+    expected, expected_lse = batch.attend(backend="reference", return_lse=True, **options)
+    assert_close(out, expected, tolerance)
+    assert torch.equal(lse.isinf(), expected_lse.isinf())
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("format", list(FORMATS))
+@pytest.mark.parametrize("head_size", HEAD_SIZES)
+def test_every_format_and_head_size(instruction_set: str, format: str, head_size: int):
+    """Catches a tail of a row that is dropped, doubled or read beyond its end (the bytes beyond are poison)."""
+    layout = KVCacheLayout.create(format, num_kv_heads=2, head_size=head_size)
+    assert_equals_reference(Batch.make(layout, [37, 5, 150], [3, 5, 1], 6))
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
+@pytest.mark.parametrize("raw_chunk", [False, True], ids=["stored", "raw"])
+def test_every_option(instruction_set: str, options: dict, raw_chunk: bool):
+    """Catches an option that is accepted and ignored (cases 9, 10 and 14)."""
+    layout = KVCacheLayout.create("int4", num_kv_heads=2, head_size=64)
+    batch = Batch.make(layout, SEQ_LENS, QUERY_LENS, 6, seed=1)
+    own = {"key": batch.key, "value": batch.value} if raw_chunk else {}
+    assert_equals_reference(batch, **own, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"sliding_window": 130},
+        {"causal": False, "sliding_window": 200},
+        {"sliding_window": 256, "chunk_lookback": 1},
+        {"rswa_prefix_lens": torch.tensor([9, 150]), "rswa_window": 140},
+        {"mm_prefix_ranges": torch.tensor([[[300, 420], [1, 3]], [[5, 200], [390, 399]]], dtype=torch.int32)},
+    ],
+    ids=["causal", "window", "non-causal window", "chunks", "R-SWA", "multimodal prefix"],
+)
+def test_ranges_that_cross_tiles(instruction_set: str, options: dict):
+    """Catches a mask that is right inside a tile of 128 tokens and wrong where a range begins in one, ends in another."""
+    layout = KVCacheLayout.create("int4", num_kv_heads=1, head_size=64, block_size=32)
+    batch = Batch.make(layout, [430, 400], [150, 40], 2, seed=3)
+    assert_equals_reference(batch, **options)
+    assert_equals_reference(batch, key=batch.key, value=batch.value, **options)
+
+
+@pytest.mark.parametrize(("kv_heads", "group"), [(1, 1), (1, 40), (3, 3), (2, 7), (5, 8), (1, 12), (2, 33)])
+def test_any_gqa_ratio(instruction_set: str, kv_heads: int, group: int):
+    """Catches rows lost where a group is no multiple of the kernels' tiles of 4 and 32 rows."""
+    layout = KVCacheLayout.create("int4", num_kv_heads=kv_heads, head_size=32)
+    assert_equals_reference(Batch.make(layout, [19, 203], [2, 1], kv_heads * group))
+
+
+@pytest.mark.parametrize(("head_size", "head_size_v"), [(192, 128), (64, 96), (40, 80), (72, 32), (256, 512)])
+@pytest.mark.parametrize(
+    ("format", "v_format"),
+    [
+        ("int4", None), ("int8_per_token_head", "int4"), ("int4_per_token_head", "fp8_per_token_head"),
+        ("fp8_per_token_head", "int8_per_token_head"),
+    ],
+)  # fmt: skip
+def test_keys_and_values_may_differ(
+    instruction_set: str, head_size: int, head_size_v: int, format: str, v_format: str | None
+):
+    """Catches an accumulator, an output or a rotation sized or chosen by the keys."""
+    layout = KVCacheLayout.create(format, v_format=v_format, num_kv_heads=2, head_size=head_size, head_size_v=head_size_v)
+    assert_equals_reference(Batch.make(layout, [37, 150], [3, 1], 6))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("raw_chunk", [False, True], ids=["stored", "raw"])
+def test_dtypes(instruction_set: str, dtype: torch.dtype, raw_chunk: bool):
+    """Catches a conversion that truncates, and a model's dtype rounded on the way in."""
+    layout = KVCacheLayout.create("int4", num_kv_heads=2, head_size=64)
+    batch = Batch.make(layout, SEQ_LENS, QUERY_LENS, 6, dtype=dtype)
+    own = {"key": batch.key, "value": batch.value} if raw_chunk else {}
+    out = batch.attend(backend="cpu", **own)
+    wide = dataclasses.replace(batch, query=batch.query.float())
+    assert out.dtype == dtype
+    assert_close(out.float(), wide.attend(**own), TOLERANCE + torch.finfo(dtype).eps / 2)
+
+
+def test_float8_output(instruction_set: str):
+    """Case 11: scaled, clamped and cast after the inverse rotation; the reference's codes but for rounding."""
+    layout = KVCacheLayout.create("int4", num_kv_heads=2, head_size=64)
+    batch = Batch.make(layout, SEQ_LENS, QUERY_LENS, 6)
+    scale = torch.tensor([0.004])
+    out = batch.attend(backend="cpu", output_scale=scale)
+    expected = batch.attend(output_scale=scale)
+    assert out.dtype == expected.dtype == torch.float8_e4m3fn
+    assert expected.float().abs().max() > 100
+    codes, expected_codes = (x.view(torch.uint8).int() for x in (out, expected))
+    ranks = (torch.where(c >= 128, 128 - c, c) for c in (codes, expected_codes))  # sign and magnitude; -0 is 0
+    steps = torch.sub(*ranks).abs()
+    assert steps.max() <= 1
+    assert (steps > 0).float().mean() < 0.01
+
+
+@pytest.mark.parametrize("page", ["planar", "interleaved"])
+@pytest.mark.parametrize("format", ["int4", "int4_per_token_head"])
+def test_any_strides(instruction_set: str, format: str, page: str):
+    """Case 18. Catches addresses computed from shapes: padded pages at an offset, token-major order, strided queries,
+    64-bit and strided indices."""
+    layout = KVCacheLayout.create(format, num_kv_heads=2, head_size=80, page=page, block_size=48)
+    batch = Batch.make(layout, SEQ_LENS, QUERY_LENS, 6)
+    expected = batch.attend()
+    pages, heads, *inner = batch.kv_cache.shape
+    room = torch.full((pages, heads + 1, *inner[:-1], inner[-1] + 8), POISON, dtype=torch.uint8).flatten()
+    strides = torch.empty(pages, heads + 1, *inner[:-1], inner[-1] + (8 if page == "interleaved" else 0)).stride()
+    padded = room.as_strided(batch.kv_cache.shape, strides, storage_offset=4)
+    padded.copy_(batch.kv_cache)
+    query = torch.full((batch.query.shape[0], 7, 96), torch.nan)[:, 1:, 8:88].copy_(batch.query)
+    out = torch.full((batch.query.shape[0], 9, 80), torch.nan)[:, 2:8]
+    table = torch.stack((batch.block_table.long(),) * 2, -1)[..., 0]
+    moved = dataclasses.replace(
+        batch, kv_cache=padded, query=query, block_table=table,
+        seq_lens=batch.seq_lens.long().repeat_interleave(2)[::2], query_start_loc=batch.query_start_loc.long(),
+    )  # fmt: skip
+    assert moved.attend(backend="cpu", out=out) is out
+    assert_close(out, expected)
+    if page == "interleaved":
+        swapped = KVCacheLayout.create(format, num_kv_heads=2, head_size=80, page=page, block_size=48, block_order="NHD")
+        cache = swapped.allocate(pages)
+        cache.copy_(batch.kv_cache)
+        assert_close(dataclasses.replace(batch, layout=swapped, kv_cache=cache).attend(backend="cpu"), expected)
+
+
+@pytest.mark.parametrize("which", ["key", "value", "query"])
+@pytest.mark.parametrize("raw_chunk", [False, True], ids=["stored", "raw"])
+def test_not_a_number_reaches_exactly_the_rows_that_see_it(instruction_set: str, which: str, raw_chunk: bool):
+    """Cases 3 and 13. Catches 0 * NaN in a masked row, and a visible NaN row read as zeros."""
+    layout = KVCacheLayout.create("int4", num_kv_heads=2, head_size=64)
+    batch = Batch.make(layout, [150], [9], 4)
+    clean = batch.attend(backend="cpu", **({"key": batch.key, "value": batch.value} if raw_chunk else {}))
+    key, value, query = batch.key.clone(), batch.value.clone(), batch.query.clone()
+    {"key": key, "value": value, "query": query}[which][5, 1, 7] = torch.nan
+    if which != "query":
+        slots = batch.block_table[0, torch.arange(141, 150) // 16].long() * 16 + torch.arange(141, 150) % 16
+        reshape_and_cache(key, value, batch.kv_cache, slots, layout, backend="cpu")
+    own = {"key": key, "value": value} if raw_chunk else {}
+    out, lse = dataclasses.replace(batch, query=query).attend(backend="cpu", return_lse=True, **own)
+    broken = torch.zeros(9, 4, dtype=torch.bool)
+    if which == "query":
+        broken[5, 1] = True
+    else:
+        broken[5:, 2:] = True  # KV head 1 serves query heads 2 and 3
+    assert out[broken].isnan().all()
+    assert lse[broken].isnan().all()
+    assert torch.equal(out[~broken], clean[~broken])
+
+
+@pytest.mark.parametrize("format", ["int4", "fp8_per_token_head"])
+def test_bytes_that_are_not_visible_change_nothing(instruction_set: str, format: str):
+    """Case 13: every byte before a window and after the queries is poison, scale words included."""
+    layout = KVCacheLayout.create(format, num_kv_heads=2, head_size=64)
+    batch = Batch.make(layout, [300], [1], 4)
+    expected = batch.attend(backend="cpu", sliding_window=40)
+    hidden = layout.views(batch.kv_cache)
+    for position in range(260):
+        page, slot = int(batch.block_table[0, position // 16]), position % 16
+        hidden.key_cache[page, slot], hidden.value_cache[page, slot] = POISON, POISON
+        hidden.k_scale_cache[page, slot] = hidden.v_scale_cache[page, slot] = -1
+    assert torch.equal(batch.attend(backend="cpu", sliding_window=40), expected)
+
+
+def test_a_row_that_sees_nothing(instruction_set: str):
+    layout = KVCacheLayout.create("int4", num_kv_heads=1, head_size=32)
+    batch = Batch.make(layout, [20], [20], 2)
+    hidden = torch.full((20, 20), -torch.inf)
+    out, lse = batch.attend(backend="cpu", return_lse=True, qq_bias=hidden)
+    assert (out == 0).all()
+    assert (lse == -torch.inf).all()
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("own_threads", [False, True], ids=["torch's threads", "own threads"])
+def test_splits_over_threads(threads: int, own_threads: bool):
+    """Catches a split that is lost or merged twice: one KV head and one query leave nothing else to spread."""
+    layout = KVCacheLayout.create("int4", num_kv_heads=1, head_size=64)
+    batch = Batch.make(layout, [3000, 700], [1, 3], 2)
+    team = _library.team()
+    torch.set_num_threads(threads)
+    if own_threads:
+        _library.library().nibblekv_set_team(None)
+    try:
+        assert_equals_reference(batch)
+        assert_equals_reference(batch, key=batch.key, value=batch.value, sinks=torch.tensor([0.5, 4.0]))
+    finally:
+        _library.library().nibblekv_set_team(team)
+
+
+@pytest.mark.parametrize("raw_chunk", [False, True], ids=["stored", "raw"])
+def test_batch_invariant_rows_are_equal_bit_for_bit(instruction_set: str, raw_chunk: bool):
+    """Case 16: alone, in a batch, in another order, on one thread or two, a row has the same bits."""
+    layout = KVCacheLayout.create("int4", num_kv_heads=2, head_size=64)
+    lens, queries = [2500, 1030, 90, 5000], [3, 70, 90, 1]
+    batch = Batch.make(layout, lens, queries, 6)
+    own = {"key": batch.key, "value": batch.value} if raw_chunk else {}
+    together = batch.attend(backend="cpu", batch_invariant=True, **own)
+    starts = batch.query_start_loc.tolist()
+    for order in ([0], [3], [2, 1], [3, 0, 2]):
+        rows = torch.cat([torch.arange(starts[b], starts[b + 1]) for b in order])
+        part = dataclasses.replace(
+            batch, query=batch.query[rows], block_table=batch.block_table[order], seq_lens=batch.seq_lens[order],
+            query_start_loc=torch.tensor([0, *(queries[b] for b in order)]).cumsum(0).int(),
+        )  # fmt: skip
+        own = {"key": batch.key[rows], "value": batch.value[rows]} if raw_chunk else {}
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            assert torch.equal(part.attend(backend="cpu", batch_invariant=True, **own), together[rows])
+
+
+@pytest.mark.parametrize("options", [{}, {"sinks": torch.tensor([0.0, 3.0, -2.0, 8.0])}, {"causal": False}], ids=str)
+@pytest.mark.parametrize("context", [0, 45])
+def test_prefill_through_torch(options: dict, context: int):
+    """Catches a prefix counted twice, forgotten, or merged with the wrong weight."""
+    layout = KVCacheLayout.create("int4", num_kv_heads=2, head_size=64)
+    batch = Batch.make(layout, [cpu.TORCH_QUERIES + context, 40 + context, 9], [cpu.TORCH_QUERIES, 40, 0], 4)
+    assert_equals_reference(batch, key=batch.key, value=batch.value, **options)
+
+
+def test_prefill_with_a_value_that_is_not_a_number():
+    """Catches torch's flash attention multiplying a masked value by zero."""
+    layout = KVCacheLayout.create("int4", num_kv_heads=1, head_size=64)
+    batch = Batch.make(layout, [80], [80], 2)
+    batch.value[50, 0, 3] = torch.inf
+    out = batch.attend(backend="cpu", key=batch.key, value=batch.value)
+    assert out[:50].isfinite().all()
+    assert out[50:].isnan().all()
+
+
+@pytest.mark.parametrize("format", ["int4", "int4_per_token_head", "int8_per_token_head", "fp8_per_token_head"])
+@pytest.mark.parametrize("channel", [0, 1, 37])
+def test_long_context_with_an_outlier(format: str, channel: int):
+    """Case 8: 131,072 tokens, an outlier in one channel of keys and values, float64 over the same pages.
+
+    Catches a zero point or minimum whose sum cancels in low precision, which the inverse rotation gathers into channel 0.
+    """
+    length, head_size = 131_072, 64
+    layout = KVCacheLayout.create(format, num_kv_heads=1, head_size=head_size, block_size=128)
+    gen = torch.Generator().manual_seed(channel)
+    key, value = torch.randn(2, length, 1, head_size, generator=gen)
+    key[..., channel] += 100.0
+    value[..., channel] += 100.0
+    kv_cache = layout.allocate(length // 128)
+    reshape_and_cache(key, value, kv_cache, torch.arange(length), layout, backend="cpu")
+    table = torch.arange(length // 128, dtype=torch.int32)[None]
+    query = torch.randn(1, 2, head_size, generator=gen)
+    query[..., channel] = 0.0  # scores stay of order 1; the outlier acts on the sums alone
+    out = torch.full((1, 2, head_size), torch.nan)
+    paged_attention(
+        query, kv_cache, table, torch.tensor([length]), torch.tensor([0, 1]), layout, out=out, backend="cpu"
+    )  # fmt: skip
+    stored_key, stored_value = reference.gather_and_dequantize(kv_cache, table[0], length, layout)
+    weight = torch.softmax(stored_key[:, 0].double() @ query[0].double().T * head_size**-0.5, 0)
+    assert_close(out[0], weight.T @ stored_value[:, 0].double(), 1e-4)
+
+
+def test_scores_far_apart(instruction_set: str):
+    """Catches a softmax that overflows, or a tile of tiny weights that is lost beside a large one."""
+    layout = KVCacheLayout.create("int4", num_kv_heads=1, head_size=64)
+    batch = Batch.make(layout, [700], [4], 2, magnitude=4.0)
+    assert_equals_reference(batch, 2e-3)  # scores of several hundred, each exact to 1e-5 of itself
+
+
+def test_matches_the_oracle_directly():
+    """Catches an error that kernel and reference share."""
+    layout = KVCacheLayout.create("int4", num_kv_heads=2, head_size=96)
+    batch = Batch.make(layout, SEQ_LENS, QUERY_LENS, 6)
+    expected, _ = oracle_attend(
+        batch.query, batch.dequantized(), batch.query_start_loc.tolist(), AttentionOptions(softmax_scale=1 / math.sqrt(96))
+    )
+    assert_close(batch.attend(backend="cpu"), expected)
+
+
+def test_without_the_compiled_kernels(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(_library, "_path", lambda: None)
+    assert "compiler" in str(cpu.unavailable_reason())
+    layout = KVCacheLayout.create("int4", num_kv_heads=2, head_size=64)
+    with pytest.raises(NotImplementedError, match="compiler"):
+        Batch.make(layout, [5], [1], 2).attend(backend="cpu")
+
+
+def test_refuses_other_devices_and_instruction_sets():
+    layout = KVCacheLayout.create("int4", num_kv_heads=2, head_size=64)
+    assert "cuda" in str(cpu.supports(layout, None, torch.device("cuda")))
+    with pytest.raises(ValueError, match="'sse'"):
+        _library.use_instruction_set("sse")

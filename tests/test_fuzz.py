@@ -1,0 +1,72 @@
+"""A short differential fuzz of every backend that serves CPU tensors, and proof that the fuzzer sees damage."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import pytest
+import torch
+from batches import usable_backends
+from fuzz import Machine, fuzz, run, shrink
+
+from nibblekv.backends import reference
+
+SECONDS = 10.0
+
+
+@pytest.mark.parametrize("backend", usable_backends())
+def test_random_calls_agree_with_a_dictionary_of_rows(backend: str):
+    """Catches what no listed case holds; `make fuzz SECONDS=600` runs longer. The seed is in the message."""
+    made, failure = fuzz(backend, SECONDS / len(usable_backends()), seed=20_000)
+    assert failure is None, failure
+    assert made > 0
+
+
+@pytest.mark.parametrize("damage", ["another row", "half a step", "ignored window", "0 * NaN"])
+def test_the_fuzzer_finds(damage: str, monkeypatch: pytest.MonkeyPatch):
+    """Catches a fuzzer that compares nothing: each kind of damage is found, and shrunk to a few calls."""
+    break_backend(reference, damage, monkeypatch)
+    _, failure = fuzz("reference", 60.0, seed=1)
+    assert failure is not None
+    seed = int(failure.split("seed ")[1].split(",")[0])
+    calls = int(failure.split(", ")[1].split(" ")[0])
+    assert calls <= 20
+    assert run("reference", seed, [])[0] is None
+
+
+def break_backend(module: ModuleType, damage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, mask, encode, attend = module.reshape_and_cache, module.visible_mask, module.encode_rows, module._attend
+
+    def write_and_spoil(key, value, kv_cache, slot_mapping, layout):
+        write(key, value, kv_cache, slot_mapping, layout)
+        kv_cache[0, 0].flatten()[:1].bitwise_xor_(1)
+
+    match damage:
+        case "another row":
+            monkeypatch.setattr(module, "reshape_and_cache", write_and_spoil)
+        case "half a step":
+            monkeypatch.setattr(module, "encode_rows", lambda y, fmt: encode(y + 0.02 * y.abs().amax(-1, keepdim=True), fmt))
+        case "ignored window":
+            monkeypatch.setattr(
+                module, "visible_mask", lambda q, k, b, o: mask(q, k, b, o) | ((k <= q[:, None]) & (o.sliding_window > 0))
+            )
+        case "0 * NaN":
+            monkeypatch.setattr(
+                module, "_attend", lambda q, k, v, *rest: attend(q, k, v + 0 * v.sum(0, keepdim=True), *rest)
+            )
+
+
+def test_machines_of_equal_seed_are_equal():
+    """Catches a run that its printed seed does not reproduce."""
+    calls = [("grow", 1), ("grow", 2), ("attend", 3), ("fork", 4), ("free", 5), ("crop", 6), ("refuse", 7)]
+    first, second = Machine("reference", 5), Machine("reference", 5)
+    for call, seed in calls:
+        first.step(call, seed)
+        second.step(call, seed)
+    assert torch.equal(first.allocation, second.allocation)
+
+
+def test_shrink_keeps_what_fails():
+    """Catches a shrinker that returns a list which passes."""
+    assert run("reference", 1, [("grow", 1), ("unknown", 2), ("grow", 3)])[0] is not None
+    assert shrink("reference", 1, [("grow", 1), ("unknown", 2), ("grow", 3)]) == [("unknown", 2)]

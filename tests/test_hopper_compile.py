@@ -1,0 +1,119 @@
+"""The Hopper kernels compiled for sm_90 on any machine: what a slower build would show before a GPU does."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from nibblekv.layout import KVCacheLayout
+from nibblekv.options import AttentionOptions
+
+triton = pytest.importorskip("triton")
+gluon_runtime = pytest.importorskip("triton.experimental.gluon._runtime")
+kernels = pytest.importorskip("nibblekv.backends.triton.hopper.kernels")
+launch = pytest.importorskip("nibblekv.backends.triton.hopper.launch")
+
+TYPES = {
+    **dict.fromkeys(("query", "out"), "*bf16"),
+    **dict.fromkeys(("partial", "partial_lse", "lse"), "*fp32"),
+    **dict.fromkeys(("block_table", "seq_lens", "query_start_loc"), "*i32"),
+    **dict.fromkeys(("factor", "gain"), "fp32"),
+    **dict.fromkeys(("block_stride", "head_stride"), "i64"),
+    "kv_cache": "*u8",
+}
+
+
+def compile_sm90(kernel, num_warps, **constants):
+    """Return (compiled kernel, disassembly), compiled as a launch with these constants would be."""
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else TYPES.get(name, "i32") for name in names}
+    values = {(names.index(name),): value for name, value in constants.items()}
+    source = gluon_runtime.GluonASTSource(kernel, signature, values, attrs={})
+    target = triton.backends.compiler.GPUTarget("cuda", 90, 32)
+    return triton.compile(source, target=target, options={"num_warps": num_warps})
+
+
+def disassemble(compiled, tmp_path):
+    binary = tmp_path / "kernel.cubin"
+    binary.write_bytes(compiled.asm["cubin"])
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    usage = subprocess.run([tools / "cuobjdump", "-res-usage", binary], capture_output=True, text=True, check=True).stdout
+    sass = subprocess.run([tools / "nvdisasm", "-c", binary], capture_output=True, text=True, check=True).stdout
+    registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
+    return registers, stack, sass
+
+
+# The last column bounds SASS instructions per packed value in the loop, with its edge path (measured: 1.5; the memory roof
+# leaves 3.3); the one before it, registers, so that the blocks of a wave stay resident.
+@pytest.mark.parametrize(
+    ("head_size", "group", "query_len", "registers", "per_value"),
+    [(128, 4, 1, 144, 1.65), (128, 4, 4, 255, 3.3), (64, 8, 1, 128, 2.6), (256, 8, 1, 224, 2.2)],
+    ids=["d128", "d128-four-queries", "d64", "d256"],
+)
+def test_decode_kernel_fits_and_stays_lean(head_size, group, query_len, registers, per_value, tmp_path):
+    chosen = launch.plan(32, 8, 8192, head_size, 132)
+    compiled = compile_sm90(
+        kernels.decode_kernel, chosen.warps, GROUP=group, QUERY_LEN=query_len, D=head_size, BLOCK=16, T=chosen.tile,
+        STAGES=chosen.stages, CAUSAL=True, WINDOW=False, HALF=False, SIGNS=launch._signs("full", head_size), PDL=True,
+    )  # fmt: skip
+    used, stack, sass = disassemble(compiled, tmp_path)
+    assert stack == 0, "spills to local memory"
+    assert used <= registers
+    # The ring is the kernel's only shared memory: its address is taken by name.
+    assert compiled.metadata.shared == launch.shared_bytes(chosen.warps, chosen.tile, chosen.stages, head_size)
+    lines = [line for line in sass.splitlines() if re.search(r"/\*[0-9a-f]{4,5}\*/", line)]
+    first = next(i for i, line in enumerate(lines) if "PHASECHK" in line)
+    last = max(i for i, line in enumerate(lines) if "UBLKCP" in line)
+    assert first < last
+    assert (last - first) * 32 <= per_value * chosen.tile * 2 * head_size
+
+
+@pytest.mark.parametrize(("head_size", "warps", "rows"), [(128, 1, 8), (256, 8, 64)], ids=["few-splits", "many-splits"])
+def test_combine_kernel_does_not_spill(head_size, warps, rows, tmp_path):
+    compiled = compile_sm90(
+        kernels.combine_kernel, warps, HEADS=32, D=head_size, SIGNS=launch._signs("full", head_size), ROWS=rows, LSE=True,
+        PDL=True,
+    )  # fmt: skip
+    _, stack, _ = disassemble(compiled, tmp_path)
+    assert stack == 0
+
+
+@pytest.mark.parametrize("max_seq_len", [1, 1024, 131072])
+@pytest.mark.parametrize(("num_seqs", "num_kv_heads"), [(1, 8), (32, 8), (3, 5), (500, 8)])
+def test_plan_is_one_wave_and_splits_no_tile(num_seqs, num_kv_heads, max_seq_len):
+    chosen = launch.plan(num_seqs, num_kv_heads, max_seq_len, 128, 132)
+    assert num_kv_heads % chosen.warps == 0
+    assert 1 <= chosen.splits <= -(-max_seq_len // chosen.tile)
+    blocks = num_seqs * num_kv_heads // chosen.warps * chosen.splits
+    assert chosen.splits == 1 or blocks <= 132 * 8
+
+
+@pytest.mark.parametrize(
+    ("layout", "options", "dtype", "heads", "word"),
+    [
+        ({"page": "interleaved"}, {}, torch.bfloat16, 8, "planar"),
+        ({"head_size": 96}, {}, torch.bfloat16, 8, "head sizes"),
+        ({"block_size": 48}, {}, torch.bfloat16, 8, "block_size"),
+        ({}, {}, torch.float32, 8, "float16"),
+        ({}, {}, torch.bfloat16, 40, "20"),
+        ({}, {"softcap": 30.0}, torch.bfloat16, 8, "softcap"),
+        ({}, {"alibi_slopes": torch.ones(8)}, torch.bfloat16, 8, "alibi_slopes"),
+        ({}, {"causal": False, "sliding_window": 64}, torch.bfloat16, 8, "window"),
+        ({}, {"causal": True, "sliding_window": 64}, torch.bfloat16, 8, None),
+    ],
+)
+def test_supports_names_the_reason(layout, options, dtype, heads, word, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    made = KVCacheLayout.create("int4", **{"num_kv_heads": 2, "head_size": 128, **layout})
+    reason = launch.supports(made, AttentionOptions(0.1, **options), dtype, 1, torch.device("cuda"), heads, made.allocate(3))
+    assert reason is None if word is None else word in reason
+
+
+def test_supports_only_hopper():
+    made = KVCacheLayout.create("int4", num_kv_heads=2, head_size=128)
+    reason = launch.supports(made, AttentionOptions(0.1), torch.bfloat16, 1, torch.device("cpu"), 8, made.allocate(3))
+    assert "9.0" in reason

@@ -1,0 +1,323 @@
+"""Every kernel of the Triton backend against the reference, on the same pages, poisoned where nothing may be read.
+
+Runs on a GPU where there is one, else in Triton's interpreter (`test_triton_interpreter.py` starts it so). Shapes are small
+and odd; outputs start as NaN, pages as 0xFF, unused block-table entries far out of range.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from nibblekv import AttentionOptions, KVCacheLayout
+from nibblekv.backends import reference
+
+ON_GPU = torch.cuda.is_available()
+pytestmark = pytest.mark.skipif(not ON_GPU and os.environ.get("TRITON_INTERPRET") != "1", reason="no GPU, no interpreter")
+if ON_GPU or os.environ.get("TRITON_INTERPRET") == "1":
+    from nibblekv.backends import triton as backend
+    from nibblekv.backends.triton import attention, codec, prefill, rotation, write
+
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+HEADS = 2
+NAN = float("nan")
+
+
+@pytest.fixture(autouse=True)
+def _interpreter_takes_numpy_2_4(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton 3.6's interpreter converts one-element arrays by int(), which numpy 2.4 refuses."""
+    if ON_GPU:
+        return
+    from triton.runtime import interpreter
+
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)
+
+
+@dataclasses.dataclass
+class Batch:
+    """A cache that holds sequences, and queries at their ends."""
+
+    layout: KVCacheLayout
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    kv_cache: torch.Tensor
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+    query_start_loc: torch.Tensor
+    max_query_len: int
+    max_seq_len: int
+
+    def attend(
+        self, module: Any, options: AttentionOptions, raw: bool = False, dtype: torch.dtype | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (out, log-sum-exp) of a backend, both poisoned before."""
+        if dtype is None:
+            dtype = self.query.dtype if options.output_scale is None else torch.float8_e4m3fn
+        shape = (*self.query.shape[:2], self.layout.head_size_v)
+        out = torch.empty(shape, dtype=dtype, device=DEVICE)
+        out.view(torch.uint8).fill_(0xFF)
+        lse = torch.full(shape[:2], NAN, device=DEVICE)
+        module.paged_attention(
+            self.query, self.kv_cache, self.block_table, self.seq_lens, self.query_start_loc, self.layout, options, out, lse,
+            self.key if raw else None, self.value if raw else None, self.max_query_len, self.max_seq_len,
+        )  # fmt: skip
+        return out, lse
+
+
+def make_batch(
+    layout: KVCacheLayout,
+    query_lens: list[int],
+    seq_lens: list[int],
+    group: int = 2,
+    dtype: torch.dtype = torch.float32,
+    index: torch.dtype = torch.int32,
+    change: Callable[[int, torch.Tensor, torch.Tensor], None] | None = None,
+) -> Batch:
+    """Fill a poisoned cache by the reference; `change` may alter a sequence's keys and values first."""
+    torch.manual_seed(1)
+    pages = [-(-n // layout.block_size) for n in seq_lens]
+    kv_cache = layout.allocate(sum(pages) + 2, DEVICE)
+    kv_cache.fill_(0xFF)
+    order = torch.randperm(sum(pages) + 2)
+    table = torch.full((len(pages), max(pages) + 1), -123456, dtype=index)
+    keys, values, used = [], [], 0
+    for seq, (count, seq_len, query_len) in enumerate(zip(pages, seq_lens, query_lens, strict=True)):
+        table[seq, :count] = order[used : used + count]
+        used += count
+        position = torch.arange(seq_len)
+        slots = table[seq].long()[position // layout.block_size] * layout.block_size + position % layout.block_size
+        key = torch.randn(seq_len, layout.num_kv_heads, layout.head_size).to(dtype)
+        value = torch.randn(seq_len, layout.num_kv_heads, layout.head_size_v).to(dtype)
+        if change is not None:
+            change(seq, key, value)
+        reference.reshape_and_cache(key.to(DEVICE), value.to(DEVICE), kv_cache, slots.to(DEVICE), layout)
+        keys.append(key[seq_len - query_len :])
+        values.append(value[seq_len - query_len :])
+    query = torch.randn(sum(query_lens), layout.num_kv_heads * group, layout.head_size).to(dtype)
+    return Batch(
+        layout, query.to(DEVICE), torch.cat(keys).to(DEVICE), torch.cat(values).to(DEVICE), kv_cache, table.to(DEVICE),
+        torch.tensor(seq_lens, dtype=index, device=DEVICE),
+        torch.tensor([0, *torch.tensor(query_lens).cumsum(0).tolist()], dtype=index, device=DEVICE),
+        max(query_lens), max(seq_lens),
+    )  # fmt: skip
+
+
+def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return |out - expected| / |expected|; NaN if out holds one."""
+    return float((out.double() - expected.double()).norm() / expected.double().norm())
+
+
+def create(format: str = "int4", head_size: int = 64, **options: Any) -> KVCacheLayout:
+    return KVCacheLayout.create(format, num_kv_heads=HEADS, head_size=head_size, **options)
+
+
+LAYOUTS = {
+    "int4-128": create(head_size=128),
+    "vllm-int4-64": create("int4_per_token_head"),
+    "vllm-int4-80-nhd": create("int4_per_token_head", 80, block_order="NHD"),
+    "int8-int4-72-96": create("int8_per_token_head", 72, v_format="int4", head_size_v=96, block_size=48),
+    "fp8-vllm-int4-72-32": create("fp8_per_token_head", 72, v_format="int4_per_token_head", head_size_v=32, page="planar"),
+    "int4-interleaved-256-200": create(head_size=256, head_size_v=200, page="interleaved"),
+    "int4-fp8-40-512": create(head_size=40, v_format="fp8_per_token_head", head_size_v=512),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=["fp16", "bf16", "fp32"])
+def test_write_equals_reference(layout: KVCacheLayout, dtype: torch.dtype) -> None:
+    """Codes differ by one in few elements at most (sums in another order); NaN rows, constant rows, skipped slots."""
+    torch.manual_seed(0)
+    pad = 3  # rows of a larger tensor: strides are not the shape's
+    key = torch.randn(9, HEADS + pad, layout.head_size).to(dtype)[:, :HEADS]
+    value = torch.randn(9, HEADS + pad, layout.head_size_v).to(dtype)[:, :HEADS]
+    key[1, 1, 3], value[2, 0, 1] = NAN, float("inf")
+    value[3], key[4] = 0.0, 1.5
+    key[5] *= 3e4 if dtype == torch.float16 else 1e6  # near the largest float16, where 16-bit rotations overflow
+    key.clamp_(-65504, 65504)
+    num_slots = 3 * layout.block_size
+    slots = torch.tensor([3, 17, -1, 30, 8, 9, num_slots, num_slots - 1, 0], device=DEVICE)
+    ours, expected = layout.allocate(3, DEVICE), layout.allocate(3, DEVICE)
+    ours.fill_(0xAA)
+    expected.fill_(0xAA)
+    write.reshape_and_cache(key.to(DEVICE), value.to(DEVICE), ours, slots, layout)
+    keep = slots < num_slots
+    reference.reshape_and_cache(key.to(DEVICE)[keep], value.to(DEVICE)[keep], expected, slots[keep], layout)
+    assert (ours != expected).float().mean() < 0.005
+    for name in ("k_scale_cache", "v_scale_cache"):
+        mine, theirs = (getattr(layout.views(x), name).view(torch.float32) for x in (ours, expected))
+        assert torch.equal(mine.isnan(), theirs.isnan())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_attention_equals_reference(layout: KVCacheLayout) -> None:
+    batch = make_batch(layout, [1, 4], [19, 50], group=3, index=torch.int64)
+    options = AttentionOptions(softmax_scale=layout.head_size**-0.5)
+    out, lse = batch.attend(backend, options)
+    expected, expected_lse = batch.attend(reference, options)
+    assert relative_error(out, expected) < 1e-3
+    torch.testing.assert_close(lse, expected_lse, atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("group", [1, 5, 40])
+def test_groups_of_query_heads(group: int) -> None:
+    """A tile of rows may begin and end inside the heads of one token."""
+    batch = make_batch(create(), [2], [21], group=group, dtype=torch.float16)
+    options = AttentionOptions(softmax_scale=0.2)
+    assert relative_error(batch.attend(backend, options)[0], batch.attend(reference, options)[0]) < 1e-3
+
+
+def _slopes() -> torch.Tensor:
+    return torch.tensor([0.5, 0.1, 0.02, 1.0], device=DEVICE)
+
+
+OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
+    "window": lambda: {"sliding_window": 13},
+    "window-both-sides": lambda: {"sliding_window": 13, "causal": False},
+    "not-causal": lambda: {"causal": False},
+    "causal-per-sequence": lambda: {"causal": torch.tensor([False, True], device=DEVICE)},
+    "chunks": lambda: {"sliding_window": 16, "chunk_lookback": 1},
+    "rswa": lambda: {"rswa_prefix_lens": torch.tensor([3, 20], device=DEVICE), "rswa_window": 7},
+    "softcap": lambda: {"softcap": 2.0},
+    "softcap-far-exceeded": lambda: {"softcap": 0.005},
+    "alibi": lambda: {"alibi_slopes": _slopes()},
+    "alibi-sqrt": lambda: {"alibi_slopes": _slopes(), "alibi_sqrt": True},
+    "sinks": lambda: {"sinks": torch.tensor([-2.0, 0.0, 3.0, 9.0], device=DEVICE)},
+    "qq-bias": lambda: {"qq_bias": torch.linspace(-2, 2, 25, device=DEVICE).view(5, 5)},
+    "mm-prefix": lambda: {
+        "mm_prefix_ranges": torch.tensor([[[15, 22], [5, 5]], [[2, 50], [7, 3]]], dtype=torch.int32, device=DEVICE),
+        "sliding_window": 9,
+    },
+    "mm-prefix-clamped": lambda: {
+        "mm_prefix_ranges": torch.tensor([[[5, 22], [5, 5]], [[2, 52], [7, 3]]], dtype=torch.int32, device=DEVICE),
+        "sliding_window": 9,
+        "mm_prefix_clamp": True,
+    },
+    "fp8-output": lambda: {"output_scale": torch.tensor([0.02], device=DEVICE)},
+    "batch-invariant": lambda: {"batch_invariant": True},
+}
+
+
+@pytest.mark.parametrize("raw", [False, True], ids=["stored", "raw"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_option_equals_reference(name: str, raw: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cases 12, 14 and 11 among them: finite softcap, clamped ranges, float8 after the inverse rotation."""
+    monkeypatch.setattr(prefill, "LONG_QUERY", 5)  # one sequence of each kind
+    monkeypatch.setattr(prefill, "WORKSPACE_BYTES", 16 * 2 * 128)  # 16 keys of one head at a time
+    layout = create("int4_per_token_head") if name == "fp8-output" else create()
+    batch = make_batch(layout, [2, 5], [23, 54])
+    options = AttentionOptions(softmax_scale=0.125, **OPTIONS[name]())
+    out, lse = batch.attend(backend, options, raw)
+    expected, expected_lse = batch.attend(reference, options, raw, dtype=torch.float32)
+    assert relative_error(out, expected) < (0.04 if name == "fp8-output" else 1e-3)
+    torch.testing.assert_close(lse, expected_lse, atol=1e-3, rtol=1e-3)
+
+
+def test_row_that_sees_nothing_is_zero() -> None:
+    """A window that ends before the query hides every key."""
+    batch = make_batch(create(), [1], [17])
+    options = AttentionOptions(softmax_scale=0.125, rswa_prefix_lens=torch.tensor([0], device=DEVICE), rswa_window=-5)
+    out, lse = batch.attend(backend, options)
+    assert not out.any()
+    assert (lse == -torch.inf).all()
+
+
+@pytest.mark.parametrize("raw", [False, True], ids=["stored", "raw"])
+def test_hidden_nan_changes_nothing_and_visible_nan_spoils_only_its_rows(raw: bool) -> None:
+    """Case 13: 0 * NaN. Key 3 of head 0 and value 9 of head 1 are NaN; the window hides them from the second sequence."""
+
+    def spoil(seq: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        key[3, 0, 0] = NAN
+        value[9, 1, 5] = NAN
+
+    batch = make_batch(create(), [2, 2], [20, 40], change=spoil)
+    options = AttentionOptions(softmax_scale=0.125, sliding_window=18)
+    out, _ = batch.attend(backend, options, raw)
+    expected, _ = batch.attend(reference, options, raw)
+    assert torch.equal(out.isnan(), expected.isnan())
+    assert expected[:2].isnan().any()
+    assert not expected[2:].isnan().any()
+    assert relative_error(out[2:], expected[2:]) < 1e-3
+
+
+@pytest.mark.parametrize("scale", [1e-4, 1.0, 3e4], ids=["tiny", "normal", "huge"])
+def test_value_scales_beyond_float16(scale: float) -> None:
+    """P times the value scale is held as float16: unscaled it would overflow or vanish. Half the rows are constant."""
+
+    def rescale(seq: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        value *= scale
+        value[::2] = value[::2, :, :1] * 0 + scale
+
+    batch = make_batch(create("int4_per_token_head"), [3], [40], change=rescale)
+    options = AttentionOptions(softmax_scale=0.125)
+    assert relative_error(batch.attend(backend, options)[0], batch.attend(reference, options)[0]) < 1e-3
+
+
+def test_batch_invariant_rows_are_bitwise_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Case 16: the same sequence alone, and beside longer ones with more queries."""
+    monkeypatch.setattr(attention, "INVARIANT_SPLIT", 128)
+    options = AttentionOptions(softmax_scale=0.125, batch_invariant=True)
+    alone = make_batch(create(), [1], [150])
+    among = make_batch(create(), [1, 6], [150, 290])
+    assert torch.equal(alone.query[0, 0, :0], among.query[0, 0, :0])
+    among.query[0], table = alone.query[0], among.block_table
+    alone.kv_cache, alone.block_table = among.kv_cache, table[:1]
+    assert torch.equal(alone.attend(backend, options)[0][0], among.attend(backend, options)[0][0])
+
+
+def test_splits_fill_the_device_for_any_query_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Case 15: no fall into one split when several draft tokens are verified."""
+    monkeypatch.setattr(attention, "multiprocessors", lambda device: 132)
+    layout = KVCacheLayout.create("int4", num_kv_heads=8, head_size=128)
+    for query_len in (1, 2, 8, 16):
+        config = attention.choose_config(layout, 1, 32, query_len, 7400, False, DEVICE)
+        assert config.num_splits * 8 * -(-query_len * 4 // config.block_m) >= 132
+    assert attention.choose_config(layout, 128, 32, 1, 8192, False, DEVICE).num_splits == 1
+
+
+def test_workspace_is_bounded() -> None:
+    """Case 25: dequantized keys and values never exceed 64 MiB, whatever the context."""
+    for head_size, context in ((128, 30720), (512, 1_000_000), (64, 10)):
+        layout = KVCacheLayout.create("int4", num_kv_heads=8, head_size=head_size)
+        heads, keys = prefill.workspace_chunks(layout, context)
+        assert heads * keys * 2 * 2 * head_size <= 64 << 20
+        assert 8 % heads == 0
+        assert 1 <= keys <= context
+
+
+@pytest.mark.parametrize("head_size", [64, 96, 136, 256])
+@pytest.mark.parametrize("kind", ["full", "block"])
+def test_rotation_and_its_inverse(head_size: int, kind: Any) -> None:
+    """136 = 8 * 17 has no Hadamard matrix here: Hartley's, float32."""
+    from nibblekv.rotation import rotate, unrotate
+
+    x = torch.randn(3, 2, head_size, device=DEVICE).to(torch.float16)
+    torch.testing.assert_close(rotation.rotate(x, kind, dtype=torch.float32), rotate(x, kind), atol=1e-4, rtol=1e-4)
+    y = torch.randn(5, head_size, device=DEVICE)
+    torch.testing.assert_close(rotation.rotate(y, kind, inverse=True), unrotate(y, kind), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="uses float8 conversion of torch as the oracle on many values")
+def test_backend_is_available_on_gpu() -> None:
+    assert backend.unavailable_reason() is None
+    assert backend.supports(create(), None, DEVICE) is None
+
+
+def test_formats_all_have_kernel_constants() -> None:
+    """A format added to the table without its kernel constants must fail here, not at a launch."""
+    from nibblekv import FORMATS
+
+    for fmt in FORMATS.values():
+        assert len(codec.format_constants(fmt)) == 2
+        assert codec.read_word_bytes(fmt) in (2, 4)

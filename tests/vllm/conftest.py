@@ -1,0 +1,147 @@
+"""Runs engines in processes of their own, each configuration once, and makes the tiny model that most of them serve."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+_spec = importlib.util.find_spec("vllm")
+# This folder can pass for a namespace package of the same name; only an installed vLLM has an origin.
+collect_ignore_glob = ["test_*.py"] if _spec is None or _spec.origin is None else []
+
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CONFIGURE_LOGGING": "1",
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark every test of this folder."""
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents:
+            item.add_marker(pytest.mark.vllm)
+
+
+@dataclass
+class Run:
+    """Result and log of one engine process."""
+
+    result: dict[str, Any]
+    log: str
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """Return this process's environment without settings of the plugin, with those of the tests and `variables`."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("NIBBLEKV_", "VLLM_"))}
+    kept = {name: os.environ[name] for name in ("NIBBLEKV_CACHE",) if name in os.environ}
+    return inherited | kept | ENVIRONMENT | variables
+
+
+@pytest.fixture(scope="session")
+def run_scenario(tmp_path_factory: pytest.TempPathFactory):
+    """Return run(name, engine settings, environment, **further entries) -> Run; equal calls share one process."""
+    finished: dict[str, Run] = {}
+
+    def run(scenario: str, engine: dict[str, Any], variables: dict[str, str] | None = None, **entries: Any) -> Run:
+        config = {"engine": engine, **entries}
+        key = json.dumps([scenario, config, variables], sort_keys=True)
+        if key not in finished:
+            folder = tmp_path_factory.mktemp(scenario)
+            (folder / "config.json").write_text(json.dumps(config))
+            script = Path(__file__).with_name("scenarios.py")
+            files = [str(folder / "config.json"), str(folder / "result.json")]
+            process = subprocess.run(
+                [sys.executable, str(script), scenario, *files],
+                env=environment(**(variables or {})),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=300,
+                check=False,
+            )
+            if process.returncode:
+                raise RuntimeError(f"{scenario} {config} failed:\n{process.stdout[-6000:]}")
+            finished[key] = Run(json.loads((folder / "result.json").read_text()), process.stdout)
+        return finished[key]
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> str:
+    """Return the folder of a real model, fetched on first use."""
+    from nibblekv.models import fetch_demo_model
+
+    return str(fetch_demo_model("smollm2"))
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return the folder of a random Llama of 3 layers whose attention is far from uniform."""
+    from safetensors.torch import save_file
+
+    hidden, inner, layers, heads, kv_heads, head_size, vocabulary = 128, 256, 3, 4, 2, 64, 512
+    folder = tmp_path_factory.mktemp("tiny")
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_size,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "torch_dtype": "float32",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "tie_word_embeddings": False,
+    }
+    generator = torch.Generator().manual_seed(1)
+
+    def random(rows: int, columns: int, std: float) -> torch.Tensor:
+        return torch.randn(rows, columns, generator=generator) * std
+
+    weights = {
+        "model.embed_tokens.weight": random(vocabulary, hidden, 1.0),
+        "model.norm.weight": torch.ones(hidden),
+        "lm_head.weight": random(vocabulary, hidden, 0.3),
+    }
+    for i in range(layers):
+        prefix = f"model.layers.{i}."
+        weights |= {
+            prefix + "input_layernorm.weight": torch.ones(hidden),
+            prefix + "post_attention_layernorm.weight": torch.ones(hidden),
+            prefix + "self_attn.q_proj.weight": random(heads * head_size, hidden, 0.15),
+            prefix + "self_attn.k_proj.weight": random(kv_heads * head_size, hidden, 0.15),
+            prefix + "self_attn.v_proj.weight": random(kv_heads * head_size, hidden, 0.15),
+            prefix + "self_attn.o_proj.weight": random(hidden, heads * head_size, 0.1),
+            prefix + "mlp.gate_proj.weight": random(inner, hidden, 0.1),
+            prefix + "mlp.up_proj.weight": random(inner, hidden, 0.1),
+            prefix + "mlp.down_proj.weight": random(hidden, inner, 0.05),
+        }
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(weights, str(folder / "model.safetensors"), metadata={"format": "pt"})
+    words = {"type": "WordLevel", "vocab": {f"w{i}": i for i in range(vocabulary)}, "unk_token": "w0"}
+    tokenizer = {"version": "1.0", "added_tokens": [], "pre_tokenizer": {"type": "Whitespace"}, "model": words}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    special = {"bos_token": "w1", "eos_token": "w2", "unk_token": "w0"}
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **special}))
+    return str(folder)

@@ -1,0 +1,277 @@
+"""Both attention implementations, without an engine, on CPU tensors: every option that a layer or a batch may carry."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from oracle import attend
+
+from nibblekv import AttentionOptions, gather_and_dequantize
+from nibblekv.integrations.vllm import attention, mla
+from nibblekv.integrations.vllm.cpu import NibbleKVCPUImpl
+from nibblekv.integrations.vllm.cuda import NibbleKVTritonBackend, NibbleKVTritonImpl
+
+HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE, NUM_BLOCKS = 4, 2, 64, 16, 16
+SEQ_LENS, QUERY_LENS = [19, 64, 40, 33], [1, 3, 23, 33]
+IMPLS = {"cpu": NibbleKVCPUImpl, "triton": NibbleKVTritonImpl}
+
+
+@pytest.fixture(autouse=True)
+def no_engine(monkeypatch: pytest.MonkeyPatch):
+    """Give vLLM's constructors the little configuration that they read, and the plugin a clean environment."""
+    from vllm.v1.attention.backends import cpu_attn
+
+    for name in ("FORMAT", "STRICT", "BACKEND", "DISABLE"):
+        monkeypatch.delenv(f"NIBBLEKV_{name}", raising=False)
+    monkeypatch.setattr(attention, "_last_settings", None)
+    config = SimpleNamespace(model_config=SimpleNamespace(dtype=torch.float32))
+    monkeypatch.setattr(cpu_attn, "get_current_vllm_config", lambda: config)
+
+
+def make_impl(kind: str, dtype: str = "int4_per_token_head", head_size: int = HEAD_SIZE, **arguments: Any) -> Any:
+    """Build a layer's implementation as vLLM does."""
+    defaults = {"alibi_slopes": None, "sliding_window": None}
+    return IMPLS[kind](HEADS, head_size, head_size**-0.5, KV_HEADS, kv_cache_dtype=dtype, **defaults | arguments)
+
+
+@dataclass
+class Step:
+    """One step of four requests: two that decode (one with drafts), one later chunk of a prompt, one whole prompt."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    history: list[tuple[torch.Tensor, torch.Tensor]]
+    metadata: SimpleNamespace
+    slots: list[torch.Tensor]
+
+
+def make_step(**fields: Any) -> Step:
+    """Return random inputs and the metadata that a builder would make of them."""
+    generator = torch.Generator().manual_seed(3)
+
+    def rows(n: int, heads: int) -> torch.Tensor:
+        return torch.randn(n, heads, HEAD_SIZE, generator=generator)
+
+    blocks, table, slots, used = torch.randperm(NUM_BLOCKS, generator=generator), torch.zeros(4, 5, dtype=torch.int32), [], 0
+    for b, length in enumerate(SEQ_LENS):
+        count = -(-length // BLOCK_SIZE)
+        table[b, :count] = blocks[used : used + count]
+        used += count
+        position = torch.arange(length)
+        slots.append(table[b][position // BLOCK_SIZE].long() * BLOCK_SIZE + position % BLOCK_SIZE)
+    starts = torch.tensor([0, *torch.tensor(QUERY_LENS).cumsum(0).tolist()], dtype=torch.int32)
+    common = SimpleNamespace(max_query_len=max(QUERY_LENS), num_reqs=4, query_start_loc=starts, query_start_loc_cpu=starts)
+    metadata = {
+        "num_actual_tokens": sum(QUERY_LENS),
+        "max_query_len": max(QUERY_LENS),
+        "max_seq_len": max(SEQ_LENS),
+        "query_start_loc": starts,
+        "seq_lens": torch.tensor(SEQ_LENS, dtype=torch.int32),
+        "block_table": table,
+        "causal": True,
+        "mm_prefix_ranges": None,
+        "mm_prefix_range_tensor": None,
+        "rswa_prefix_lens": None,
+        "rswa_window": None,
+        "nibblekv_split": attention.split_prefills(common, 8),
+    }
+    n = sum(QUERY_LENS)
+    history = [(rows(a - b, KV_HEADS), rows(a - b, KV_HEADS)) for a, b in zip(SEQ_LENS, QUERY_LENS, strict=True)]
+    return Step(rows(n, HEADS), rows(n, KV_HEADS), rows(n, KV_HEADS), history, SimpleNamespace(**metadata | fields), slots)
+
+
+def padded_cache(impl: Any, slot_bytes: int) -> torch.Tensor:
+    """Return poisoned pages as vLLM may lay them out: a block stride with padding, and an offset."""
+    tile = KV_HEADS * BLOCK_SIZE * slot_bytes
+    memory = torch.full((NUM_BLOCKS * (tile + 64) + 32,), 0xFF, dtype=torch.uint8)
+    shape, strides = (NUM_BLOCKS, KV_HEADS, BLOCK_SIZE, slot_bytes), (tile + 64, tile // KV_HEADS, slot_bytes, 1)
+    return memory.as_strided(shape, strides, 32)
+
+
+def run_step(impl: Any, step: Step, layer: Any, raw: bool = True) -> tuple[torch.Tensor, Any]:
+    """Write the history and the step's tokens, attend, and return (output, attend by the oracle given options)."""
+    slot_bytes = HEAD_SIZE + 8 if impl.nibblekv_dtype.startswith("int4") else 2 * HEAD_SIZE + 8
+    cache = padded_cache(impl, slot_bytes)
+    starts = step.metadata.query_start_loc.tolist()
+    new_slots = []
+    for b, (key, value) in enumerate(step.history):
+        if len(key):
+            impl.do_kv_cache_update(layer, key, value, cache, step.slots[b][: len(key)])
+        new_slots.append(step.slots[b][len(key) :])
+    # vLLM pads: two rows beyond the slots, and a slot of -1.
+    slots = torch.cat([*new_slots, torch.tensor([-1])])
+    padding = torch.full((2, KV_HEADS, HEAD_SIZE), torch.nan)
+    impl.do_kv_cache_update(layer, torch.cat((step.key, padding)), torch.cat((step.value, padding)), cache, slots)
+    output = torch.full((sum(QUERY_LENS) + 2, HEADS, HEAD_SIZE), torch.nan)
+    query = torch.cat((step.query, torch.full((2, HEADS, HEAD_SIZE), torch.nan)))
+    impl.forward(
+        layer, query, torch.cat((step.key, padding)), torch.cat((step.value, padding)), cache, step.metadata, output
+    )
+    assert output[-2:].isnan().all()
+
+    layout = impl.nibblekv_layout(layer, cache)
+    stored = []
+    for b, length in enumerate(SEQ_LENS):
+        key, value = (r.double() for r in gather_and_dequantize(cache, step.metadata.block_table[b], length, layout))
+        if raw and QUERY_LENS[b] > 8:
+            key = torch.cat((key[: -QUERY_LENS[b]], step.key[starts[b] : starts[b + 1]].double()))
+            value = torch.cat((value[: -QUERY_LENS[b]], step.value[starts[b] : starts[b + 1]].double()))
+        stored.append((key, value))
+    return output[:-2], lambda options: attend(step.query, stored, starts, options)[0]
+
+
+def error(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a.double() - b).norm() / b.norm())
+
+
+LAYER = SimpleNamespace(head_size_v=HEAD_SIZE)
+SLOPES, SINKS = [0.5, 0.25, 0.125, 0.0625], torch.tensor([0.5, -1.0, 2.0, 0.0])
+
+
+@pytest.mark.parametrize("kind", list(IMPLS))
+@pytest.mark.parametrize(
+    ("arguments", "options"),
+    [
+        ({}, {}),
+        ({"sliding_window": 20}, {"sliding_window": 20}),
+        ({"logits_soft_cap": 5.0}, {"softcap": 5.0}),
+        ({"alibi_slopes": SLOPES}, {"alibi_slopes": torch.tensor(SLOPES)}),
+        ({"sinks": SINKS.bfloat16()}, {"sinks": SINKS}),
+    ],
+    ids=["plain", "sliding window", "softcap", "ALiBi", "sinks"],
+)
+def test_layer_options_reach_the_operations(kind, arguments, options):
+    """Catches an option that a layer is built with and attention then ignores."""
+    output, expected = run_step(make_impl(kind, **arguments), make_step(), LAYER)
+    assert error(output, expected(AttentionOptions(HEAD_SIZE**-0.5, **options))) < 1e-3
+
+
+@pytest.mark.parametrize("kind", list(IMPLS))
+@pytest.mark.parametrize("dtype", ["int8_per_token_head", "fp8_per_token_head"])
+def test_eight_bit_caches(kind, dtype):
+    output, expected = run_step(make_impl(kind, dtype), make_step(), LAYER)
+    assert error(output, expected(AttentionOptions(HEAD_SIZE**-0.5))) < 1e-3
+
+
+def test_chunked_and_square_root_options_of_the_triton_backend():
+    """Catches `chunk_lookback` that is accepted and ignored."""
+    output, expected = run_step(make_impl("triton", sliding_window=24, chunk_lookback=1), make_step(), LAYER)
+    assert error(output, expected(AttentionOptions(HEAD_SIZE**-0.5, sliding_window=24, chunk_lookback=1))) < 1e-3
+    output, expected = run_step(make_impl("triton", alibi_slopes=SLOPES, use_alibi_sqrt=True), make_step(), LAYER)
+    slopes = torch.tensor(SLOPES)
+    assert error(output, expected(AttentionOptions(HEAD_SIZE**-0.5, alibi_slopes=slopes, alibi_sqrt=True))) < 1e-3
+
+
+@pytest.mark.parametrize("kind", list(IMPLS))
+def test_batch_options_are_cut_where_the_prefills_begin(kind):
+    """Catches per-sequence flags that are given to the wrong sequences when a batch is served in two calls."""
+    causal = torch.tensor([True, False, True, False])
+    output, expected = run_step(make_impl(kind), make_step(causal=causal), LAYER)
+    assert error(output, expected(AttentionOptions(HEAD_SIZE**-0.5, causal=causal))) < 1e-3
+    ranges = torch.tensor([[[0, 0]], [[60, 63]], [[10, 30]], [[3, 9]]], dtype=torch.int32)
+    step = make_step(mm_prefix_ranges=ranges, mm_prefix_range_tensor=ranges)
+    layer = SimpleNamespace(head_size_v=HEAD_SIZE, mm_prefix_clamp_sliding_window=True)
+    output, expected = run_step(make_impl(kind, sliding_window=12), step, layer)
+    options = AttentionOptions(HEAD_SIZE**-0.5, sliding_window=12, mm_prefix_ranges=ranges, mm_prefix_clamp=True)
+    assert error(output, expected(options)) < 1e-3
+
+
+def test_prefix_and_window_of_the_triton_backend():
+    """Catches R-SWA arguments that are dropped."""
+    prefix = torch.tensor([2, 5, 3, 4], dtype=torch.int32)
+    output, expected = run_step(make_impl("triton"), make_step(rswa_prefix_lens=prefix, rswa_window=9), LAYER)
+    assert error(output, expected(AttentionOptions(HEAD_SIZE**-0.5, rswa_prefix_lens=prefix, rswa_window=9))) < 1e-3
+
+
+@pytest.mark.parametrize("kind", list(IMPLS))
+def test_strict_mode_captured_graphs_and_shared_caches_read_stored_bytes_only(kind, monkeypatch):
+    """Catches raw keys where only the cache may be read: a sharing layer's own keys are not those of the cache."""
+    options = AttentionOptions(HEAD_SIZE**-0.5)
+    shared = make_impl(kind, kv_sharing_target_layer_name="model.layers.0")
+    output, expected = run_step(shared, make_step(), LAYER, raw=False)
+    assert error(output, expected(options)) < 1e-3
+    output, expected = run_step(make_impl(kind), make_step(nibblekv_split=None), LAYER, raw=False)
+    assert error(output, expected(options)) < 1e-3
+    monkeypatch.setenv("NIBBLEKV_STRICT", "1")
+    output, expected = run_step(make_impl(kind), make_step(), LAYER, raw=False)
+    assert error(output, expected(options)) < 1e-3
+    monkeypatch.setenv("NIBBLEKV_STRICT", "0")
+    output, _ = run_step(make_impl(kind), make_step(), LAYER)
+    assert error(output, expected(options)) > 1e-2
+
+
+@pytest.mark.parametrize("kind", list(IMPLS))
+def test_a_layer_that_reads_first_sees_what_another_wrote(kind):
+    """Catches a first touch that writes: a sharing layer wiped the scales of the cache that it was given."""
+    writer, reader = make_impl(kind), make_impl(kind, kv_sharing_target_layer_name="model.layers.0")
+    step = make_step(nibblekv_split=None)
+    cache = padded_cache(writer, HEAD_SIZE + 8)
+    for b, (key, value) in enumerate(step.history):
+        new = slice(step.metadata.query_start_loc[b], step.metadata.query_start_loc[b + 1])
+        rows = torch.cat((key, step.key[new])), torch.cat((value, step.value[new]))
+        writer.do_kv_cache_update(LAYER, *rows, cache, step.slots[b])
+    before, outputs = cache.clone(), []
+    for impl in (reader, writer):
+        outputs.append(torch.full((sum(QUERY_LENS), HEADS, HEAD_SIZE), torch.nan))
+        impl.forward(LAYER, step.query, None, None, cache, step.metadata, outputs[-1])
+    assert torch.equal(cache, before)
+    assert torch.equal(outputs[0], outputs[1])
+    assert outputs[0].isfinite().all()
+
+
+@pytest.mark.parametrize("kind", list(IMPLS))
+def test_the_profiling_run_gives_zeros(kind):
+    output = torch.full((3, HEADS, HEAD_SIZE), torch.nan)
+    make_impl(kind).forward(LAYER, output, output, output, torch.empty(0), None, output)
+    assert torch.equal(output, torch.zeros_like(output))
+
+
+@pytest.mark.parametrize("kind", list(IMPLS))
+def test_layers_that_cannot_store_these_pages_are_refused_when_they_are_built(kind):
+    """Catches a refusal that would come with the first request."""
+    with pytest.raises(NotImplementedError, match="cross-attention"):
+        make_impl(kind, attn_type="encoder_decoder")
+    with pytest.raises(ValueError, match="head_size: expected a multiple of 8 from 32 to 512, got 576"):
+        make_impl(kind, head_size=576)
+
+
+@pytest.mark.parametrize("name", ["NibbleKVCPUMLABackend", "NibbleKVAMXMLABackend"])
+def test_latent_attention_on_cpu_is_refused_when_it_is_built(name):
+    """Catches MLA layers, which vLLM on CPU would let write their own bytes under this dtype."""
+    impl = getattr(mla, name).get_impl_cls()
+    with pytest.raises(NotImplementedError, match="latent"):
+        impl(4, 576, 1.0, 1, None, None, "int4_per_token_head", None, "decoder", None)
+
+
+@pytest.mark.parametrize("kind", list(IMPLS))
+def test_encoder_layers_and_other_dtypes_are_left_to_vllm(kind):
+    assert not make_impl(kind, attn_type="encoder_only").is_ours
+    assert not make_impl(kind, dtype="auto").is_ours
+
+
+def test_a_switched_off_plugin_refuses_what_vllm_on_cpu_would_garble(monkeypatch):
+    monkeypatch.setenv("NIBBLEKV_DISABLE", "1")
+    with pytest.raises(ValueError, match="expected 'auto' on CPU where nibblekv is switched off"):
+        make_impl("cpu")
+    assert not make_impl("triton").is_ours
+
+
+def test_head_sizes_are_refused_by_the_selector_with_a_reason():
+    arguments = (None, False, False, False, False, None)
+    assert "576" in NibbleKVTritonBackend.supports_combination(576, torch.bfloat16, "int4_per_token_head", *arguments)
+    assert NibbleKVTritonBackend.supports_combination(576, torch.bfloat16, "auto", *arguments) is None
+    assert NibbleKVTritonBackend.supports_combination(96, torch.bfloat16, "int4_per_token_head", *arguments) is None
+
+
+def test_a_batch_without_prefills_is_not_split():
+    starts = torch.tensor([0, 1, 9])
+    common = SimpleNamespace(max_query_len=8, num_reqs=2, query_start_loc=starts, query_start_loc_cpu=starts)
+    assert attention.split_prefills(common, 8) is None
+    split = attention.split_prefills(SimpleNamespace(**vars(common) | {"max_query_len": 9}), 7)
+    assert (split.num_decodes, split.num_decode_tokens, split.max_decode_len) == (1, 1, 1)
+    assert split.query_start_loc.tolist() == [0, 8]

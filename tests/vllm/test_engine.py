@@ -1,0 +1,115 @@
+"""vLLM's real engine on CPU with nibblekv's cache: which class serves, what it holds, what it computes, under pressure."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+INT4 = {"kv_cache_dtype": "int4_per_token_head"}
+STRICT = {"NIBBLEKV_STRICT": "1", "NIBBLEKV_BACKEND": "cpu"}
+IMPL = "nibblekv.integrations.vllm.cpu.NibbleKVCPUImpl"
+TRITON_IMPL = "nibblekv.integrations.vllm.cuda.NibbleKVTritonImpl"
+
+
+def tiny(folder: str, **engine: Any) -> dict[str, Any]:
+    """Return engine settings of the tiny model."""
+    return {"model": folder, "dtype": "float32", "max_model_len": 256, **engine}
+
+
+def chat_settings(folder: str, dtype: str) -> dict[str, Any]:
+    """Return engine settings of the real model."""
+    return {
+        "model": folder,
+        "kv_cache_dtype": dtype,
+        "max_model_len": 1024,
+        "kv_cache_memory_bytes": 128 << 20,
+        "block_size": 32,
+    }
+
+
+@pytest.mark.models
+def test_real_model_answers_from_four_bits_in_less_than_two_sevenths_of_the_space(run_scenario, smollm2):
+    """Catches a plugin that is not active (vLLM then fills 4-bit bytes with something else), and wrong cache sizes."""
+    ours = run_scenario("chat", chat_settings(smollm2, "int4_per_token_head"))
+    stock = run_scenario("chat", chat_settings(smollm2, "auto"), {"NIBBLEKV_DISABLE": "1"})
+    assert ours.result["impl"] == IMPL
+    assert stock.result["impl"].startswith("vllm.")
+    assert "Paris" in stock.result["answer"]
+    assert "Paris" in ours.result["answer"]
+    assert ours.result["tokens"] >= 3.5 * stock.result["tokens"]
+    said = [int(re.search(r"KV cache size: ([\d,]+) tokens", run.log)[1].replace(",", "")) for run in (ours, stock)]
+    assert said[0] >= 3.5 * said[1]
+    assert "nibblekv stores the KV cache" in ours.log
+
+
+@pytest.mark.parametrize(
+    ("fmt", "strict", "triton_backend"),
+    [
+        ("int4", "0", False),
+        ("int4", "1", True),
+        ("int4_per_token_head", "1", False),
+        ("int8_per_token_head:int4", "0", True),
+    ],
+)
+def test_layer_outputs_are_attention_over_the_stored_rows(run_scenario, tiny_model, fmt, strict, triton_backend):
+    """Catches wrong slots, tables, batch splits, and rows left unwritten, at every layer and step of a mixed batch.
+
+    With `triton_backend` the engine runs the classes that serve a GPU: their hooks, metadata and calls, on CPU tensors.
+    """
+    run = run_scenario(
+        "numerics",
+        tiny(tiny_model, **INT4, block_size=16, max_num_batched_tokens=64),
+        {"NIBBLEKV_FORMAT": fmt, "NIBBLEKV_STRICT": strict},
+        triton_backend=triton_backend,
+    )
+    assert run.result["impl"] == (TRITON_IMPL if triton_backend else IMPL)
+    assert run.result["cache_shape"][1:] == [2, 16, 72 + 32 * (fmt != fmt.split(":")[0])]
+    assert run.result["least_norm"] > 0.1
+    assert max(run.result["errors"]) < 1e-3, max(run.result["errors"])
+
+
+def test_an_eight_bit_cache_is_ours_too(run_scenario, tiny_model):
+    """Catches a cache of another torch dtype than uint8 that is viewed wrongly."""
+    run = run_scenario("numerics", tiny(tiny_model, kv_cache_dtype="int8_per_token_head", block_size=32), STRICT)
+    assert run.result["impl"] == IMPL
+    assert run.result["cache_shape"][1:] == [2, 32, 2 * 64 + 8]
+    assert max(run.result["errors"]) < 1e-3
+
+
+# 8 requests of 29 to 143 tokens with 16 more each; the tight pool holds 320 tokens.
+TIGHT = {"block_size": 16, "num_gpu_blocks_override": 21, "max_num_batched_tokens": 64, "enable_chunked_prefill": True}
+ROOMY = {"block_size": 128, "max_num_batched_tokens": 2048, "enable_prefix_caching": False}
+
+
+@pytest.fixture(scope="module")
+def alone(run_scenario, tiny_model) -> dict[str, Any]:
+    """Return every request's tokens and log-probabilities when nothing else runs and each prompt is one chunk."""
+    return run_scenario("pressure", tiny(tiny_model, **INT4, **ROOMY), STRICT, runs=["alone", "beams"]).result
+
+
+@pytest.mark.parametrize("prefix_caching", [False, True], ids=["no prefix cache", "prefix cache"])
+def test_a_pool_driven_to_preemption_changes_no_bit(run_scenario, tiny_model, alone, prefix_caching):
+    """Catches stale or shared bytes: a block is filled with 0xFF when it is freed, and requests are evicted and redone."""
+    run = run_scenario(
+        "pressure",
+        tiny(tiny_model, **INT4, **TIGHT, enable_prefix_caching=prefix_caching),
+        STRICT,
+        runs=["together", "together", "2", "sampled", "beams"],
+        poison=True,
+    ).result
+    assert run["vllm:num_preemptions"] >= 2
+    assert run["freed_blocks"] > 20
+    assert (run["vllm:prefix_cache_hits"] > 0) == prefix_caching
+    assert run["together"] == alone["alone"]
+    assert run["2"] == alone["alone"][:2]
+    assert run["sampled"] == [sample * 4 for sample in alone["alone"][:2]]
+    assert run["beams"] == alone["beams"]
+
+
+def test_requests_differ_from_one_another(alone):
+    """Keeps the comparison above honest: a model that says one thing to everybody would pass it."""
+    tokens = {tuple(samples[0][0]) for samples in alone["alone"]}
+    assert len(tokens) == len(alone["alone"])
+    assert len({tuple(beam) for beam in alone["beams"][0]}) == 3
