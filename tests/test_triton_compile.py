@@ -37,7 +37,7 @@ def decode(target: str, format: str = "int4", head_size: int = 128, query_len: i
 def check(target: str, launches: list[Launch], kernel: str, local_bytes: int = 0) -> None:
     """Assert that the kernel is there, fits in shared memory and keeps at most so many bytes of registers in memory."""
     (launch,) = [x for x in launches if x.name == kernel]
-    assert launch.shared_bytes <= SHARED_LIMIT.get(target, 64 << 10)
+    assert launch.shared_bytes <= SHARED_LIMIT.get(target, 64 << 10), launch.shared_bytes
     if target.startswith("sm_"):
         used = launch.resources()
         assert used["STACK"] + used["LOCAL"] <= local_bytes, used

@@ -46,6 +46,7 @@ from nibblekv.backends.triton.codec import (
     unpack_streams,
 )
 from nibblekv.backends.triton.geometry import geometry
+from nibblekv.backends.triton.launch import launch
 from nibblekv.layout import KVCacheLayout
 from nibblekv.options import AttentionOptions
 
@@ -57,10 +58,10 @@ LONG_QUERY = 128
 DENSE_GAIN = 0.03125
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_token", "num_tokens", "first_head"])
 def dequantize_kernel(
     codes_ptr, words_ptr, table_ptr, dense_ptr, offset, stride_b, stride_s, stride_h, w_offset, w_b, w_s, w_h,
-    first_token, num_tokens, first_head, gain,
+    gain, first_token, num_tokens, first_head,
     NUM_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, CODE: tl.constexpr,
     WORD: tl.constexpr, ALIGN: tl.constexpr, TILE: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
@@ -412,12 +413,16 @@ def _dequantize(
     words = {2: torch.int16, 4: torch.int32}[read_word_bytes(fmt)]
     num_tokens, num_heads, size = dense.shape
     tile = 64
-    dequantize_kernel[(triton.cdiv(num_tokens, tile), num_heads)](
-        kv_cache.view(words), kv_cache.view(torch.int32), table, dense,
-        *(places.v_codes if of_value else places.k_codes), *(places.v_words if of_value else places.k_words),
-        first_token, num_tokens, first_head, gain,
-        num_heads, layout.block_size, size, rotation.padded(size), *format_constants(fmt),
-        ALIGN=places.v_align if of_value else places.k_align, TILE=tile, ASM=rotation.uses_nvidia_assembly(),
+    launch(
+        dequantize_kernel,
+        (triton.cdiv(num_tokens, tile), num_heads),
+        (kv_cache.view(words), kv_cache.view(torch.int32), table, dense),
+        (*(places.v_codes if of_value else places.k_codes), *(places.v_words if of_value else places.k_words), gain),
+        (first_token, num_tokens, first_head),
+        (
+            num_heads, layout.block_size, size, rotation.padded(size), *format_constants(fmt),
+            places.v_align if of_value else places.k_align, tile, rotation.uses_nvidia_assembly(),
+        ),
     )  # fmt: skip
 
 
