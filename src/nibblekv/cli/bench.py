@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from typing import Annotated, Any
+from dataclasses import asdict
+from typing import Annotated
 
 import typer
 
+from nibblekv import benchmarking
 from nibblekv.benchmarking_serve import bench_serve
 from nibblekv.cli.common import (
     FORMATS_HELP,
@@ -24,6 +25,7 @@ from nibblekv.cli.common import (
     write_json,
 )
 from nibblekv.evaluation import TEXTS, load_text, text_windows
+from nibblekv.formats import FORMATS, get_format
 from nibblekv.generation import DEFAULT_ROUNDS, bench_generate
 from nibblekv.models import DEMO_MODELS, fetch_demo_model, load_model
 
@@ -51,7 +53,7 @@ GENERATE_COLUMNS: Columns = {
     "memory_ratio": ("times smaller", "{:.2f}".format),
 }
 
-SERVE_COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
+SERVE_COLUMNS: Columns = {
     "contender": ("cache", str),
     "requests": ("requests", "{:,}".format),
     "cache_tokens": ("cache tokens", "{:,}".format),
@@ -66,17 +68,21 @@ SERVE_COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
 @user_errors
 def attention(
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    formats: Annotated[str, typer.Option("--formats", "-f", help=f"Comma-separated: {', '.join(FORMATS)}.")] = "int4",
     json_file: JsonOption = None,
 ) -> None:
     """Time attention and writes on packed pages against torch's own attention, in one process."""
-    if device == "cpu":
-        from nibblekv.benchmarking import bench_attention_cpu as bench
-    elif device == "cuda":
-        from nibblekv.benchmarking_cuda import bench_attention_cuda as bench
-    else:
-        raise ValueError(f"device: expected cpu or cuda, got {device!r}")
+    names = [get_format(name).name for name in split_list(formats)]
     with progress_bar() as progress:
-        rows = bench(progress=progress)
+        if device == "cpu":
+            rows = benchmarking.bench_attention_cpu(names, progress=lambda line: progress(line, 0, 0))
+        elif device == "cuda":
+            from nibblekv.benchmarking_cuda import bench_attention_cuda
+
+            progress("timing on the GPU", 0, 0)
+            rows = [asdict(row) for row in bench_attention_cuda(formats=names)]
+        else:
+            raise ValueError(f"device: expected cpu or cuda, got {device!r}")
     print_table(f"attention on {device}", rows, ATTENTION_COLUMNS)
     write_json(json_file, rows)
 
