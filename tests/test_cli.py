@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import types
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from tiny_models import save_tiny_model
 from typer.testing import CliRunner
 
 import nibblekv
-from nibblekv import cli
+from nibblekv import benchmarking, cli
 from nibblekv.cli import demo
 from nibblekv.cli.app import app
 from nibblekv.cli.common import format_bytes, parse_bytes
@@ -107,11 +106,15 @@ def test_doctor_says_what_works_and_why_not(tmp_path, monkeypatch):
 def test_bench_attention_prints_the_rows_of_the_benchmark(tmp_path, monkeypatch):
     row = {"op": "decode", "shape": "1x8", "format": "int4", "backend": "cpu", "baseline": "sdpa"}
     row |= {"time_us": 2.0, "baseline_us": 9.0, "ratio": 4.5}
-    module = types.ModuleType("nibblekv.benchmarking")
-    module.bench_attention_cpu = lambda progress: [row]  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "nibblekv.benchmarking", module)
+
+    def bench(formats, progress):
+        assert formats == ["int4", "int8_per_token_head"]
+        progress("decode")
+        return [row]
+
+    monkeypatch.setattr(benchmarking, "bench_attention_cpu", bench)
     path = tmp_path / "attention.json"
-    assert "4.50" in invoke("bench", "attention", "--json", str(path)).output
+    assert "4.50" in invoke("bench", "attention", "--formats", "int4,int8_per_token_head", "--json", str(path)).output
     assert read_rows(path) == [row]
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import nibblekv
-from nibblekv.formats import SCALE_WORD_BYTES
+from nibblekv.formats import SCALE_WORD_BYTES, get_format
 from nibblekv.layout import KVCacheLayout
 
 __all__ = ["SHAPES", "Shape", "bench_attention_cuda", "graph_time"]
@@ -28,7 +28,6 @@ COLD_BYTES, MIN_COPIES, MAX_COPIES = 160 << 20, 2, 64
 # Of our calls: its rounding (2^-12) stays below ERROR_LIMIT, bfloat16's would not. Rivals run in bfloat16.
 DTYPE = torch.float16
 ROOF_BYTES = 2 << 30
-CACHES = (("int4", "planar"), ("int4", "interleaved"), ("int4_per_token_head", "interleaved"))
 # Segments of a sequence that vLLM's kernels use.
 VLLM_SEGMENTS = 16
 
@@ -90,21 +89,17 @@ def graph_time(calls: Sequence[Callable[[], Any]], replays: int = 15) -> float:
 
 
 def bench_attention_cuda(
-    shapes: Iterable[Shape] = SHAPES,
-    caches: Iterable[tuple[str, Any]] = (
-        ("int4", "planar"),
-        ("int4", "interleaved"),
-        ("int4_per_token_head", "interleaved"),
-    ),
+    formats: Iterable[str] = ("int4",),
     *,
+    shapes: Iterable[Shape] = SHAPES,
     backend: str = "auto",
     progress: Callable[[str], None] = lambda line: None,
 ) -> list[dict[str, Any]]:
-    """Time every shape and cache.
+    """Time every shape and format, in the format's own pages; `int4` in interleaved pages too.
 
     Args:
+        formats: names in `FORMATS`.
         shapes: see `SHAPES`.
-        caches: (format, page arrangement) pairs.
         backend: see `select_backend`.
         progress: called with a line before each measurement.
 
@@ -120,6 +115,8 @@ def bench_attention_cuda(
     if not torch.cuda.is_available():
         raise NotImplementedError("device: expected a CUDA GPU, found none")
     read, copy = _measure_roof()
+    caches = [(name, get_format(name).page) for name in formats]
+    caches += [("int4", "interleaved")] if ("int4", "planar") in caches else []
     rows = []
     for shape in shapes:
         fa3, vllm_int4 = (None, None) if shape.op == "write" else (_fa3_time(shape), _vllm_int4_time(shape))

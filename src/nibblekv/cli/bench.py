@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from nibblekv.benchmarking import bench_attention_cpu
-from nibblekv.benchmarking_cuda import bench_attention_cuda
+from nibblekv import benchmarking, benchmarking_cuda
 from nibblekv.benchmarking_serve import bench_serve
 from nibblekv.cli.common import (
     FORMATS_HELP,
@@ -26,6 +24,7 @@ from nibblekv.cli.common import (
     write_json,
 )
 from nibblekv.evaluation import TEXTS, load_text, text_windows
+from nibblekv.formats import FORMATS, get_format
 from nibblekv.generation import DEFAULT_ROUNDS, bench_generate
 from nibblekv.models import DEMO_MODELS, fetch_demo_model, load_model
 
@@ -66,7 +65,7 @@ GENERATE_COLUMNS: Columns = {
     "memory_ratio": ("times smaller", "{:.2f}".format),
 }
 
-SERVE_COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
+SERVE_COLUMNS: Columns = {
     "contender": ("cache", str),
     "requests": ("requests", "{:,}".format),
     "cache_tokens": ("cache tokens", "{:,}".format),
@@ -81,17 +80,16 @@ SERVE_COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
 @user_errors
 def attention(
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    formats: Annotated[str, typer.Option("--formats", "-f", help=f"Comma-separated: {', '.join(FORMATS)}.")] = "int4",
     json_file: JsonOption = None,
 ) -> None:
     """Time attention and writes on packed pages against torch's own attention, in one process."""
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device: expected cpu or cuda, got {device!r}")
+    names = [get_format(name).name for name in split_list(formats)]
     with progress_bar() as progress:
-
-        def show(line: str) -> None:
-            progress(line, 0, 0)
-
-        rows = bench_attention_cpu(progress=show) if device == "cpu" else bench_attention_cuda(progress=show)
+        bench = benchmarking.bench_attention_cpu if device == "cpu" else benchmarking_cuda.bench_attention_cuda
+        rows = bench(names, progress=lambda line: progress(line, 0, 0))
     print_table(f"attention on {device}", rows, ATTENTION_COLUMNS if device == "cpu" else CUDA_COLUMNS)
     write_json(json_file, rows)
 

@@ -53,7 +53,7 @@ def user_errors(command: Callable[..., None]) -> Callable[..., None]:
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         try:
             command(*args, **kwargs)
-        except (ImportError, MemoryError, NotImplementedError, OSError, TypeError, ValueError) as error:
+        except (ImportError, MemoryError, NotImplementedError, OSError, RuntimeError, TypeError, ValueError) as error:
             if os.environ.get("NIBBLEKV_TRACEBACK"):
                 raise
             errors.print(
