@@ -135,6 +135,21 @@ class Batch:
             **options,  # type: ignore[arg-type]
         )
 
+    def raw(self, window: int, sinks: int, spare: int = 3, dtype: torch.dtype = torch.float32) -> dict[str, object]:
+        """Return the options that read the last `window` and the first `sinks` positions raw, other rows poisoned.
+
+        The ring has `spare` rows more than the rule asks for.
+        """
+        ring = window + max(int(self.query_start_loc.diff().max()) - 1, 0) + spare if window else 0
+        tensors = []
+        for stored in (self.stored_key, self.stored_value):
+            tensors.append(torch.full((len(stored), sinks + ring, *stored[0].shape[1:]), torch.nan, dtype=dtype))
+            for b, rows in enumerate(stored):
+                for p in range(len(rows)):
+                    if p < sinks or p >= len(rows) - ring:
+                        tensors[-1][b, p if p < sinks else sinks + (p - sinks) % ring] = rows[p].to(dtype)
+        return {"raw_key": tensors[0], "raw_value": tensors[1], "raw_window": window, "raw_sinks": sinks}
+
     def dequantized(self, raw_chunk: bool = False) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return (key, value) of each sequence as stored, its queries' own rows raw if asked."""
         rows = []

@@ -26,13 +26,18 @@ def sees(q: int, k: int, seq: int, options: AttentionOptions) -> bool:
 
 
 def attend(
-    query: torch.Tensor, rows: list[tuple[torch.Tensor, torch.Tensor]], query_start_loc: list[int], options: AttentionOptions
+    query: torch.Tensor,
+    rows: list[tuple[torch.Tensor, torch.Tensor]],
+    query_start_loc: list[int],
+    options: AttentionOptions,
+    raw: list[tuple[torch.Tensor, torch.Tensor]] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return out [num_tokens, num_query_heads, head_size_v] and lse [num_tokens, num_query_heads], both float64.
 
     Args:
         rows: per sequence (key [seq_len, num_kv_heads, head_size], value [seq_len, num_kv_heads, head_size_v]).
         query_start_loc: the first query of each sequence, and the end.
+        raw: as rows: what is read in their place at a sequence's first raw_sinks and a query's last raw_window positions.
     """
     heads = query.shape[1]
     out = torch.zeros(query.shape[0], heads, rows[0][1].shape[2], dtype=torch.float64)
@@ -43,9 +48,13 @@ def attend(
             q = length - (end - i)
             seen = [k for k in range(length) if sees(q, k, b, options)]
             k = torch.tensor(seen, dtype=torch.long)
+            read_key, read_value = key.clone(), value.clone()
+            for p in seen if raw is not None else []:
+                if p < options.raw_sinks or (options.raw_window and p > q - options.raw_window):
+                    read_key[p], read_value[p] = raw[b][0][p], raw[b][1][p]
             for h in range(heads):
                 kv_head = h // (heads // key.shape[1])
-                score = key[k, kv_head].double() @ query[i, h].double() * options.softmax_scale
+                score = read_key[k, kv_head].double() @ query[i, h].double() * options.softmax_scale
                 if options.softcap:
                     score = options.softcap * torch.tanh(score / options.softcap)
                 if options.alibi_slopes is not None:
@@ -60,7 +69,7 @@ def attend(
                 lse[i, h] = torch.logsumexp(torch.cat([score, *sink]), 0)
                 if seen:
                     shift = 0.0 if lse[i, h] == -torch.inf else lse[i, h]  # every score is -inf: no weight at all
-                    out[i, h] = torch.exp(score - shift) @ value[k, kv_head].double()
+                    out[i, h] = torch.exp(score - shift) @ read_value[k, kv_head].double()
     if options.output_scale is not None:
         out = (out / options.output_scale.double()).clamp(-448, 448)
     return out, lse

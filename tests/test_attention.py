@@ -363,3 +363,86 @@ def test_shipped_pages_are_read_in_the_stock_convention():
     codes, word = quantize(x, "int4_per_token_head")
     assert int(word) & 15 == 0
     assert bytes(codes.tolist()) == bytes([0x0F] + [0] * 31)  # 128 in channel 0 of the rotated domain
+
+
+# --- raw window and sinks ------------------------------------------------------------------------------------------------
+
+
+def expect_raw(batch: Batch, options: dict, raw_chunk: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the oracle's rows where `options` hold `Batch.raw`: the raw rows are the batch's own, not those of the ring."""
+    opts = AttentionOptions(**{"softmax_scale": batch.layout.head_size**-0.5, **options})
+    stored = [(key.float(), value.float()) for key, value in zip(batch.stored_key, batch.stored_value, strict=True)]
+    return attend(batch.query, batch.dequantized(raw_chunk), batch.query_start_loc.tolist(), opts, stored)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
+@pytest.mark.parametrize("raw_chunk", [False, True], ids=["stored", "raw"])
+@pytest.mark.parametrize(("window", "sinks"), [(6, 3), (11, 0), (0, 4), (1, 1), (80, 80)])
+def test_raw_rows_replace_stored_ones(batch: Batch, options: dict, raw_chunk: bool, window: int, sinks: int):
+    """Catches a key that is read twice, in the wrong form, from another position's row, or a form chosen per call where it
+    depends on the query. Unused raw rows are NaN."""
+    own = {"key": batch.key, "value": batch.value} if raw_chunk else {}
+    raw = batch.raw(window, sinks)
+    out, lse = batch.attend(return_lse=True, **own, **raw, **options)
+    expected, expected_lse = expect_raw(batch, {**raw, **options}, raw_chunk)
+    assert_matches(out, expected)
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-5, atol=at_most(1e-5))
+
+
+def test_raw_rows_change_the_result(batch: Batch):
+    """Catches a batch on which window or sinks alone change nothing; a window of everything reads no page at all."""
+    plain, _ = expect(batch, {})
+    for window, sinks in ((6, 0), (0, 3)):
+        changed, _ = expect_raw(batch, batch.raw(window, sinks))
+        assert (plain - changed).norm() > 0.01 * plain.norm()
+    batch.kv_cache, kept = torch.full_like(batch.kv_cache, POISON), batch.kv_cache
+    everything = batch.attend(**batch.raw(64, 1))
+    batch.kv_cache = kept
+    assert_matches(everything, expect_raw(batch, batch.raw(64, 1))[0])
+
+
+@pytest.mark.parametrize("format", list(FORMATS))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_raw_rows_of_any_dtype_beside_any_format(format: str, dtype: torch.dtype):
+    layout = KVCacheLayout.create(format, num_kv_heads=2, head_size=40, head_size_v=72)
+    batch = Batch.make(layout, [37, 300, 16], [7, 2, 1], 6)
+    batch.stored_key, batch.stored_value = ([x.to(dtype) for x in y] for y in (batch.stored_key, batch.stored_value))
+    raw = batch.raw(32, 4, dtype=dtype)
+    assert_matches(batch.attend(**raw), expect_raw(batch, raw)[0])
+
+
+@pytest.mark.parametrize("which", ["raw_key", "raw_value"])
+def test_poison_among_raw_rows_reaches_exactly_the_queries_that_read_it(which: str):
+    """A NaN raw row spoils the queries that read it raw and no others, those that read the same position packed included."""
+    batch = Batch.make(KVCacheLayout.create("int4", num_kv_heads=2, head_size=64), [37], [7], 4, seed=5)
+    raw = batch.raw(4, 2)
+    clean = batch.attend(**raw)
+    ring = raw["raw_key"].shape[1] - 2
+    raw[which][0, 2 + (31 - 2) % ring, 1] = math.nan  # position 31; the queries stand at 30 to 36
+    out = batch.attend(**raw)
+    assert out[1:5, 2:].isnan().all()
+    out[1:5, 2:] = clean[1:5, 2:]
+    assert torch.equal(out, clean)
+    raw[which][0, 1, 0] = math.nan  # a sink: every query reads it
+    assert batch.attend(**raw)[:, :2].isnan().all()
+
+
+def test_raw_rows_in_a_batch_are_those_alone():
+    """Case 16, with window and sinks."""
+    batch = Batch.make(KVCacheLayout.create("int4", num_kv_heads=2, head_size=64), SEQ_LENS, QUERY_LENS, 6)
+    raw = batch.raw(9, 2)
+    together = batch.attend(batch_invariant=True, **raw)
+    starts = batch.query_start_loc.tolist()
+    for b in range(3):
+        alone = paged_attention(
+            batch.query[starts[b] : starts[b + 1]],
+            batch.kv_cache,
+            batch.block_table[b : b + 1],
+            batch.seq_lens[b : b + 1],
+            torch.tensor([0, QUERY_LENS[b]]),
+            batch.layout,
+            backend=Batch.backend,
+            batch_invariant=True,
+            **{**raw, "raw_key": raw["raw_key"][b : b + 1], "raw_value": raw["raw_value"][b : b + 1]},
+        )
+        assert torch.equal(alone, together[starts[b] : starts[b + 1]])

@@ -188,6 +188,20 @@ def paged_attention(
         _check_rows("value", value, query.shape[0], layout.num_kv_heads, layout.head_size_v)
         _check_device("key", key, query.device)
         _check_device("value", value, query.device)
+    if opts.raw_key is not None and opts.raw_value is not None:
+        raw_rows = opts.raw_key.shape[1]
+        for name, raw, head_size in (
+            ("raw_key", opts.raw_key, layout.head_size),
+            ("raw_value", opts.raw_value, layout.head_size_v),
+        ):
+            _check_dtype(name, raw, _FLOATS)
+            _check_contiguous(name, raw)
+            if tuple(raw.shape) != (num_seqs, raw_rows, layout.num_kv_heads, head_size):
+                raise ValueError(
+                    f"{name}: expected shape {(num_seqs, raw_rows, layout.num_kv_heads, head_size)}, got {tuple(raw.shape)}"
+                )
+        if opts.raw_value.dtype != opts.raw_key.dtype:
+            raise TypeError(f"raw_value: expected the dtype of raw_key, {opts.raw_key.dtype}, got {opts.raw_value.dtype}")
     out_dtype = query.dtype if opts.output_scale is None else torch.float8_e4m3fn
     out_shape = (query.shape[0], query.shape[1], layout.head_size_v)
     if out is None:
@@ -204,6 +218,13 @@ def paged_attention(
         if opts.qq_bias is not None and opts.qq_bias.shape[0] < max_query_len:
             raise ValueError(
                 f"qq_bias: expected at least {max_query_len} rows, the longest query, got {opts.qq_bias.shape[0]}"
+            )
+    if opts.raw_key is not None and max_query_len is not None:
+        needed = opts.raw_window + (max_query_len - 1 if opts.raw_window and key is None and max_query_len else 0)
+        if opts.raw_ring < needed:
+            raise ValueError(
+                f"raw_key: expected at least raw_sinks + {needed} = {opts.raw_sinks + needed} rows for queries of "
+                f"{max_query_len} tokens, got {opts.raw_key.shape[1]}"
             )
     module = select_backend(backend, layout, opts, query.device)
     if query.shape[0]:

@@ -25,6 +25,15 @@ class AttentionOptions:
     and its score is softcap(softmax_scale * q.k) + ALiBi + query-query bias. A key that is not visible never changes the
     row, whatever bytes it holds. A row that sees nothing returns zeros and a log-sum-exp of -inf.
 
+    With raw_key and raw_value, a query reads from them, unquantized, the keys and values at
+
+        k < raw_sinks or (raw_window > 0 and q - k < raw_window)
+
+    in place of their stored form; all others are read from the pages. So with several queries in a call, which form of a
+    key is read depends on the query. The row of position p is p if p < raw_sinks, else raw_sinks + (p - raw_sinks) % ring,
+    ring = raw_key.shape[1] - raw_sinks: a store of fixed size that a token enters when it is written and leaves when it is
+    overwritten. Rows that no query reads may hold anything. The queries' own key and value, if the call has them, go first.
+
     Attributes:
         softmax_scale: multiplies q.k.
         causal: one flag, or [B] bool, one per sequence.
@@ -38,6 +47,9 @@ class AttentionOptions:
         qq_bias: [max query_len, max query_len] float32, added between the queries of one call.
         mm_prefix_ranges: [B, R, 2] int32, inclusive (first, last) positions; ranges with first >= last are unused.
         mm_prefix_clamp: see above.
+        raw_key, raw_value: [B, raw_sinks + ring, num_kv_heads, head_size(_v)] float16, bfloat16 or float32. The ring has at
+            least raw_window + max query_len - 1 rows, or raw_window where the call has the queries' own key and value.
+        raw_window, raw_sinks: the newest and the first positions of a sequence that are read from raw_key and raw_value.
         output_scale: [1] float32; the output is out / output_scale, saturated to float8_e4m3fn.
         batch_invariant: bitwise the same row whatever else is in the batch.
     """
@@ -55,8 +67,17 @@ class AttentionOptions:
     qq_bias: torch.Tensor | None = None
     mm_prefix_ranges: torch.Tensor | None = None
     mm_prefix_clamp: bool = False
+    raw_key: torch.Tensor | None = None
+    raw_value: torch.Tensor | None = None
+    raw_window: int = 0
+    raw_sinks: int = 0
     output_scale: torch.Tensor | None = None
     batch_invariant: bool = False
+
+    @property
+    def raw_ring(self) -> int:
+        """Rows of the ring in raw_key, 0 without."""
+        return 0 if self.raw_key is None else self.raw_key.shape[1] - self.raw_sinks
 
     @property
     def chunk_size(self) -> int:
@@ -88,6 +109,15 @@ class AttentionOptions:
             raise ValueError("alibi_sqrt: expected alibi_slopes with it, got None")
         if self.mm_prefix_clamp and self.mm_prefix_ranges is None:
             raise ValueError("mm_prefix_clamp: expected mm_prefix_ranges with it, got None")
+        if min(self.raw_window, self.raw_sinks) < 0:
+            raise ValueError(
+                f"raw_window, raw_sinks: expected 0 (none) or more, got {self.raw_window} and {self.raw_sinks}"
+            )
+        if not (self.raw_key is None) == (self.raw_value is None) == (self.raw_window == self.raw_sinks == 0):
+            raise ValueError(
+                "raw_key, raw_value: expected both together with a raw_window or raw_sinks, got "
+                f"{self.raw_key is not None}, {self.raw_value is not None}, {self.raw_window} and {self.raw_sinks}"
+            )
         for name, kind, shape in (
             ("causal", "bool", (num_seqs,)),
             ("rswa_prefix_lens", "int", (num_seqs,)),
@@ -95,6 +125,8 @@ class AttentionOptions:
             ("sinks", "float", (num_query_heads,)),
             ("qq_bias", "float", ("N", "N")),
             ("mm_prefix_ranges", "int", (num_seqs, "R", 2)),
+            ("raw_key", "float", (num_seqs, "N", "H", "D")),
+            ("raw_value", "float", (num_seqs, "N", "H", "D")),
             ("output_scale", "float", (1,)),
         ):
             tensor = getattr(self, name)

@@ -85,12 +85,17 @@ def paged_attention(
             continue
         k, v = gather_and_dequantize(kv_cache, block_table[b], seq_len, layout)
         if key is not None and value is not None:
-            k = torch.cat((k[: seq_len - (end - begin)], key[begin:end].float()))
-            v = torch.cat((v[: seq_len - (end - begin)], value[begin:end].float()))
+            k, v = _with_chunk(k, v, key[begin:end], value[begin:end])
+        raw = None
+        if options.raw_key is not None and options.raw_value is not None:
+            rows_of = raw_rows(torch.arange(seq_len, device=query.device), options)
+            raw = options.raw_key[b, rows_of].float(), options.raw_value[b, rows_of].float()
+            if key is not None and value is not None:
+                raw = _with_chunk(*raw, key[begin:end], value[begin:end])
         for first in range(begin, end, QUERY_CHUNK):
             last = min(first + QUERY_CHUNK, end)
             position = torch.arange(first - begin, last - begin, device=query.device) + seq_len - (end - begin)
-            rows, rows_lse = _attend(query[first:last].float(), k, v, position, seq_len - (end - begin), b, options)
+            rows, rows_lse = _attend(query[first:last].float(), k, v, raw, position, seq_len - (end - begin), b, options)
             if options.output_scale is not None:
                 rows = (rows / options.output_scale).clamp(-FP8_MAX, FP8_MAX)
             out[first:last] = rows.to(out.dtype)
@@ -123,16 +128,41 @@ def visible_mask(
     return mask
 
 
+def raw_rows(position: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
+    """Return the row of each position in raw_key and raw_value; without a ring, any row beyond the sinks."""
+    sinks, ring = options.raw_sinks, options.raw_ring
+    return torch.where(position < sinks, position, sinks + (position - sinks) % ring if ring else 0)
+
+
+def raw_mask(query_position: torch.Tensor, key_position: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
+    """Return [queries, keys] bool: which keys each query reads unquantized (the rule of `AttentionOptions`)."""
+    q, k = query_position[:, None], key_position[None, :]
+    window = q - k < options.raw_window if options.raw_window else torch.zeros_like(k < q)
+    return (k < options.raw_sinks) | window
+
+
+def _with_chunk(
+    key: torch.Tensor, value: torch.Tensor, own_key: torch.Tensor, own_value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return rows [L, ..] with the last ones replaced by the queries' own."""
+    context_len = key.shape[0] - own_key.shape[0]
+    return torch.cat((key[:context_len], own_key.float())), torch.cat((value[:context_len], own_value.float()))
+
+
 def _attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
+    raw: tuple[torch.Tensor, torch.Tensor] | None,
     query_position: torch.Tensor,
     context_len: int,
     seq: int,
     options: AttentionOptions,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend query [Q, Hq, D] to key [L, Hk, D] and value [L, Hk, Dv]; return ([Q, Hq, Dv], lse [Q, Hq]), float32."""
+    """Attend query [Q, Hq, D] to key [L, Hk, D] and value [L, Hk, Dv]; return ([Q, Hq, Dv], lse [Q, Hq]), float32.
+
+    raw: the key and value that are read in their place where `raw_mask` says so.
+    """
     num_queries, num_query_heads, head_size = query.shape
     seq_len, num_kv_heads, head_size_v = value.shape
     group = num_query_heads // num_kv_heads
@@ -140,6 +170,12 @@ def _attend(
     mask = visible_mask(query_position, key_position, seq, options)
     grouped = query.view(num_queries, num_kv_heads, group, head_size)
     score = torch.einsum("qhgd,khd->hgqk", grouped, key) * options.softmax_scale
+    sources = [(value, mask)]
+    if raw is not None:
+        unquantized = raw_mask(query_position, key_position, options)
+        raw_score = torch.einsum("qhgd,khd->hgqk", grouped, raw[0]) * options.softmax_scale
+        score = torch.where(unquantized, raw_score, score)
+        sources = [(value, mask & ~unquantized), (raw[1], mask & unquantized)]
     if options.softcap > 0:
         score = options.softcap * torch.tanh(score / options.softcap)
     if options.alibi_slopes is not None:
@@ -158,9 +194,13 @@ def _attend(
     logits = score if sink is None else torch.cat((score, sink), -1)
     lse = torch.logsumexp(logits, -1)
     weight = torch.exp(score - torch.where(lse == -torch.inf, torch.zeros_like(lse), lse)[..., None])
-    # A value row that is NaN reaches exactly the queries that see it: 0 * NaN must not.
-    broken = ~torch.isfinite(value).all(-1)  # [L, Hk]
-    rows = torch.einsum("hgqk,khd->qhgd", weight, torch.where(broken[..., None], torch.zeros_like(value), value))
-    seen = torch.einsum("qk,kh->qh", mask.float(), broken.float()) > 0
-    rows = torch.where(seen[:, :, None, None], torch.full_like(rows, torch.nan), rows)
+    rows = torch.zeros(num_queries, num_kv_heads, group, head_size_v, device=query.device)
+    seen = torch.zeros(num_queries, num_kv_heads, device=query.device)
+    for source, read in sources:
+        # A value row that is NaN reaches exactly the queries that see it: 0 * NaN must not.
+        broken = ~torch.isfinite(source).all(-1)  # [L, Hk]
+        finite = torch.where(broken[..., None], torch.zeros_like(source), source)
+        rows = rows + torch.einsum("hgqk,khd->qhgd", weight.masked_fill(~read, 0.0), finite)
+        seen = seen + torch.einsum("qk,kh->qh", read.float(), broken.float())
+    rows = torch.where((seen > 0)[:, :, None, None], torch.full_like(rows, torch.nan), rows)
     return rows.reshape(num_queries, num_query_heads, head_size_v), lse.permute(2, 0, 1).reshape(num_queries, -1)
