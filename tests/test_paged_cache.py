@@ -8,8 +8,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from nibblekv import KVCacheLayout, dequantize, quantize
-from nibblekv.cache import CacheFullError, PagedKVCache
+from oracle import attend as oracle_attend
+
+from nibblekv import AttentionOptions, KVCacheLayout, dequantize, quantize
+from nibblekv.cache import RAW_MARGIN, CacheFullError, PagedKVCache, raw_row_count
 
 POISON = 0xFF
 HEADS = 2
@@ -288,3 +290,185 @@ def test_bad_arguments_are_named(call, message, generator):
     with pytest.raises(ValueError, match=message):
         call(cache, seq_id)
     assert cache.length(seq_id) == 3
+
+
+# --- window and sinks ----------------------------------------------------------------------------------------------------
+
+WINDOW, SINKS = 5, 3
+
+
+def make_windowed(window=WINDOW, sinks=SINKS, num_blocks=None, backend="reference"):
+    return PagedKVCache(
+        layouts(), num_blocks=num_blocks, backend=backend, window=window, sinks=sinks, raw_dtype=torch.float32
+    )
+
+
+class Kept:
+    """A sequence as it must be read: each layer's rows as they came, and which position each slot of the ring holds."""
+
+    def __init__(self, cache, other=None):
+        self.layouts, self.sinks, self.ring = cache.layouts, cache.sinks, cache.window + RAW_MARGIN
+        self.rows = list(other.rows) if other else [rows(layout, 0, torch.Generator()) for layout in cache.layouts]
+        self.slots = dict(other.slots) if other else {}
+
+    @property
+    def length(self):
+        return self.rows[0][0].shape[0]
+
+    def append(self, new):
+        first = self.length
+        self.rows = [join(old, pair) for old, pair in zip(self.rows, new, strict=True)]
+        for p in range(max(first, self.sinks), self.length):
+            self.slots[(p - self.sinks) % self.ring] = p
+
+    def crop(self, length):
+        self.rows = [(key[:length], value[:length]) for key, value in self.rows]
+
+    def packed(self):
+        """Return each layer's (key, value) as pages hold them."""
+        return [tuple(stored(x, layout) for x in pair) for pair, layout in zip(self.rows, self.layouts, strict=True)]
+
+    def raw(self):
+        """Return each layer's (key, value) as window and sinks give them: stored where the ring has lost a token."""
+        places = range(self.length)
+        held = [p < self.sinks or self.slots.get((p - self.sinks) % self.ring) == p for p in places]
+        held = torch.tensor(held, dtype=torch.bool)[:, None, None]
+        pairs = zip(self.rows, self.packed(), strict=True)
+        return [tuple(torch.where(held, x, y) for x, y in zip(*pair, strict=True)) for pair in pairs]
+
+
+def join(first, second):
+    return tuple(torch.cat(pair) for pair in zip(first, second, strict=True))
+
+
+def assert_reads(cache, step, packed, raw, generator, strict=True, keys=None, values=None):
+    """Compare a step's attention in every layer with the oracle's over each sequence's packed and raw (key, value)."""
+    starts = [0, *torch.tensor(step.num_tokens).cumsum(0).tolist()]
+    for layer, layout in enumerate(cache.layouts):
+        query = torch.randn(starts[-1], 2 * layout.num_kv_heads, layout.head_size, generator=generator)
+        own = {} if keys is None else {"key": keys[layer], "value": values[layer]}
+        out = cache.attend(step, query, layer, strict=strict, **own)
+        read = [sequence[layer] for sequence in packed]
+        if not strict:  # the step's own tokens
+            read = [
+                join([x[: len(x) - n] for x in pair], [x[len(x) - n :] for x in sequence[layer]])
+                for pair, sequence, n in zip(read, raw, step.num_tokens, strict=True)
+            ]
+        options = AttentionOptions(layout.head_size**-0.5, raw_window=cache.window, raw_sinks=cache.sinks)
+        want, _ = oracle_attend(query, read, starts, options, [sequence[layer] for sequence in raw])
+        assert want.abs().max() > 0.05
+        torch.testing.assert_close(out.double(), want, rtol=0, atol=1e-5 if cache.backend == "reference" else 1e-3)
+
+
+class WindowMachine(RuleBasedStateMachine):
+    """Random appends of any length, forks, crops and frees; every sequence reads its own window, sinks and pages."""
+
+    @initialize(seed=st.integers(0, 2**31), kept=st.sampled_from(((WINDOW, SINKS), (1, 0), (0, 20), (WINDOW, 20))))
+    def start(self, seed, kept):
+        self.generator = torch.Generator().manual_seed(seed)
+        self.cache = make_windowed(*kept)
+        self.model = {i: Kept(self.cache) for i in self.cache.add_sequences(2)}
+
+    def pick(self, data, max_size=3):
+        return data.draw(st.lists(st.sampled_from(sorted(self.model)), min_size=1, max_size=max_size, unique=True))
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data(), strict=st.booleans())
+    def append(self, data, strict):
+        ids = self.pick(data)
+        counts = [data.draw(st.sampled_from((0, 1, 1, 3, 7, 33, 34, 50))) for _ in ids]
+        keys, values = random_tokens(self.cache, sum(counts), self.generator)
+        before = [self.model[i].raw() for i in ids]
+        step = self.cache.append(ids, keys, values, counts)
+        parts = [list(zip(k.split(counts), v.split(counts), strict=True)) for k, v in zip(keys, values, strict=True)]
+        for b, seq_id in enumerate(ids):
+            self.model[seq_id].append([pairs[b] for pairs in parts])
+        if sum(counts):
+            # Earlier tokens as the ring held them before the step, which may have overwritten them; the step's own raw.
+            raw = [[join(x, pairs[b]) for x, pairs in zip(old, parts, strict=True)] for b, old in enumerate(before)]
+            packed = [self.model[i].packed() for i in ids]
+            own = {"keys": keys, "values": values} if max(counts) > 1 else {}
+            assert_reads(self.cache, step, packed, raw, self.generator, strict or not own, **own)
+
+    @precondition(lambda self: any(kept.length for kept in self.model.values()))
+    @rule(data=st.data())
+    def view(self, data):
+        ids = [i for i in self.model if self.model[i].length]
+        counts = [data.draw(st.integers(1, min(self.model[i].length, RAW_MARGIN + 1))) for i in ids]
+        kept = [self.model[i] for i in ids]
+        step = self.cache.view(ids, counts)
+        assert_reads(self.cache, step, [k.packed() for k in kept], [k.raw() for k in kept], self.generator)
+
+    @precondition(lambda self: self.model and len(self.model) < 6)
+    @rule(data=st.data())
+    def fork(self, data):
+        parents = data.draw(st.lists(st.sampled_from(sorted(self.model)), min_size=1, max_size=2))
+        for parent, child in zip(parents, self.cache.fork(parents), strict=True):
+            self.model[child] = Kept(self.cache, self.model[parent])
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data())
+    def crop(self, data):
+        seq_id = data.draw(st.sampled_from(sorted(self.model)))
+        length = self.cache.length(seq_id)
+        length = data.draw(st.integers(0, length) | st.integers(max(length - RAW_MARGIN, 0), length))
+        self.cache.crop(seq_id, length)
+        self.model[seq_id].crop(length)
+
+    @rule(data=st.data())
+    def free_and_add(self, data):
+        if self.model:
+            for seq_id in self.pick(data, 2):
+                self.cache.free([seq_id])
+                del self.model[seq_id]
+        for seq_id in self.cache.add_sequences(2 if len(self.model) < 3 else 1):
+            self.model[seq_id] = Kept(self.cache)
+
+
+TestWindow = WindowMachine.TestCase
+TestWindow.settings = settings(max_examples=12, stateful_step_count=10, deadline=None, derandomize=True)
+
+
+def test_a_crop_of_a_draft_keeps_the_window_whole(generator):
+    """Catches a ring without room for drafts: after verifying and dropping RAW_MARGIN tokens, the window is raw."""
+    cache = make_windowed(backend="auto")
+    ids = cache.add_sequences()
+    kept = Kept(cache)
+    for count, keep in ((60, 60), (RAW_MARGIN + 1, 61), (20, 62), (1, 63)):
+        keys, values = random_tokens(cache, count, generator)
+        cache.append(ids, keys, values, count)
+        kept.append(list(zip(keys, values, strict=True)))
+        cache.crop(ids[0], keep)
+        kept.crop(keep)
+        whole = [join(kept.packed()[i], kept.rows[i]) for i in range(2)]  # twice the length: packed, then raw
+        raw = [tuple(x[len(x) // 2 :] for x in pair) for pair in whole]
+        assert_reads(cache, cache.view(ids), [kept.packed()], [raw], generator)
+
+
+def test_bytes_of_window_and_sinks_are_counted(generator):
+    """A fixed number per sequence and layer, whatever its length; none without."""
+    plain, cache = make(8), make_windowed(num_blocks=8)
+    ids = cache.add_sequences(3)
+    per_token = 4 * (2 * HEADS * 32 + 40 + 64)
+    assert cache.nbytes == plain.nbytes + 3 * (SINKS + WINDOW + RAW_MARGIN) * per_token
+    cache.append(ids, *random_tokens(cache, 3 * 30, generator), 30)
+    assert cache.nbytes == plain.nbytes + 3 * (SINKS + WINDOW + RAW_MARGIN) * per_token
+    assert raw_row_count(0, 0) == 0
+    assert raw_row_count(0, 7) == 7
+
+
+def test_long_steps_with_a_window_need_their_own_rows(generator):
+    """Catches rows that the step itself overwrote read as older tokens'."""
+    cache = make_windowed()
+    ids = cache.add_sequences()
+    count = RAW_MARGIN + 2
+    keys, values = random_tokens(cache, count, generator)
+    step = cache.append(ids, keys, values, count)
+    query = torch.randn(count, HEADS, 32, generator=generator)
+    with pytest.raises(ValueError, match="key: expected the step's own key and value with a window"):
+        cache.attend(step, query)
+    cache.append(ids, *random_tokens(cache, 1, generator))
+    with pytest.raises(ValueError, match="step: expected the step that layer 0 wrote last"):
+        cache.attend(cache.view(ids, count), query, key=keys[0], value=values[0])
+    with pytest.raises(ValueError, match="window, sinks: expected 0"):
+        make_windowed(-1)

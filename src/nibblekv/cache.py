@@ -3,10 +3,14 @@
 A page is `block_size` consecutive tokens of one sequence, at one index in every layer's kv_cache tensor, so that one
 block table serves all layers. Pages are counted: sequences that share a prefix share its pages, and a shared page that
 is not yet full is copied when one of its owners writes to it. Stored bytes are never written twice.
+
+With a window and sinks, attention reads the newest and the first tokens of a sequence unquantized: a store beside the
+pages, one row of fixed size per sequence and layer, holds them as well. Every token is in its page all the same.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +23,11 @@ from nibblekv.backends import select_backend
 from nibblekv.layout import KVCacheLayout
 from nibblekv.options import AttentionOptions
 
-__all__ = ["CacheFullError", "CacheStep", "PagedKVCache"]
+__all__ = ["RAW_MARGIN", "CacheFullError", "CacheStep", "PagedKVCache", "raw_row_count"]
+
+# Tokens beyond the window that the store of unquantized tokens keeps: as many may be cropped, or verified in one step,
+# before the window is short of a token. transformers drafts 20 at a time.
+RAW_MARGIN = 32
 
 # A pool without a fixed size grows by 1/64, so that at most that is idle. Per token this copies as many bytes as
 # attention reads at a context of 64 tokens.
@@ -27,6 +35,13 @@ GROWTH_DIVISOR = 64
 MAX_SLOTS = 2**31 - 1
 # Kinds of calls remembered at most: a caller that makes new option tensors for every call must not fill the memory.
 MAX_CHECKED_CALLS = 512
+
+
+def raw_row_count(window: int, sinks: int) -> int:
+    """Return the tokens that a sequence keeps unquantized, the margin of the window included."""
+    if min(window, sinks) < 0:
+        raise ValueError(f"window, sinks: expected 0 (none) or more, got {window} and {sinks}")
+    return sinks + (window + RAW_MARGIN if window else 0)
 
 
 class CacheFullError(RuntimeError):
@@ -39,12 +54,13 @@ class CacheStep:
 
     Valid until the cache's next change: block_table may be a view of the cache's own table.
 
-
     seq_ids, num_tokens: the sequences, and how many tokens (queries) each has in this step.
     slot_mapping: [sum(num_tokens)] int32, the slot of each new token.
     block_table: [num_seqs, max_blocks] int32, seq_lens: [num_seqs] int32 (new tokens included), query_start_loc:
         [num_seqs + 1] int32.
     max_query_len, max_seq_len: on the host, so that a GPU call reads nothing back.
+    rows: of the sequences in the block table and in the unquantized store: a slice or [num_seqs] int64.
+    raw_tokens, raw_slots: which new tokens the unquantized store keeps (None: all) and where, [n] int64 each.
     """
 
     seq_ids: tuple[int, ...]
@@ -55,12 +71,16 @@ class CacheStep:
     query_start_loc: torch.Tensor
     max_query_len: int
     max_seq_len: int
+    rows: slice | torch.Tensor
+    raw_tokens: torch.Tensor | None = None
+    raw_slots: torch.Tensor | None = None
 
 
 @dataclass
 class _Sequence:
-    row: int  # in the block table
+    row: int  # in the block table and the unquantized store
     length: int = 0
+    raw_start: int = 0  # positions from here on are in the ring; those before it were overwritten
     blocks: list[int] = field(default_factory=list)  # ceil(length / block_size) pages
 
 
@@ -78,6 +98,9 @@ class PagedKVCache:
         num_blocks: int | None = None,
         device: torch.device | str = "cpu",
         backend: str = "auto",
+        window: int = 0,
+        sinks: int = 0,
+        raw_dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         """Create an empty cache.
 
@@ -86,9 +109,11 @@ class PagedKVCache:
             num_blocks: pages of the pool, allocated now; None: the pool grows on demand.
             device: of the pages.
             backend: see `nibblekv.backends.select_backend`.
+            window, sinks: the last and the first tokens of each sequence that are read unquantized; 0: none.
+            raw_dtype: of these tokens.
 
         Raises:
-            ValueError: no layout, different block sizes, num_blocks below 1 or beyond 2**31 slots.
+            ValueError: no layout, negative window or sinks, different block sizes, num_blocks below 1 or beyond 2**31 slots.
         """
         layouts = [layouts] if isinstance(layouts, KVCacheLayout) else list(layouts)
         if not layouts:
@@ -98,6 +123,14 @@ class PagedKVCache:
         self.block_size = layouts[0].block_size
         self.device = torch.device(device)
         self.backend = backend
+        self.window = window
+        self.sinks = sinks
+        self.raw_dtype = raw_dtype
+        self._raw_rows = raw_row_count(window, sinks)
+        self._raw: list[tuple[torch.Tensor, torch.Tensor]] = []  # [sequence rows, tokens, num_kv_heads, head_size(_v)]
+        self._raw_capacity = 0
+        # Of a layer whose newest step overwrote rows that its own queries read: the step, and the rows before it.
+        self._raw_before: dict[int, tuple[CacheStep, torch.Tensor, torch.Tensor]] = {}
         self.layouts: list[KVCacheLayout] = []
         self.kv_caches: list[torch.Tensor] = []
         self.growable = num_blocks is None
@@ -121,12 +154,15 @@ class PagedKVCache:
             raise ValueError(f"layout: expected block_size {self.block_size}, got {layout.block_size}")
         self.kv_caches.append(layout.allocate(self.num_blocks, self.device))
         self.layouts.append(layout)
+        if self._raw_rows:
+            self._raw.append(self._allocate_raw(layout))
         return len(self.layouts) - 1
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all layers' pages, free ones included."""
-        return self.num_blocks * sum(layout.page_bytes for layout in self.layouts)
+        """Bytes of all layers' pages, free ones included, and of the unquantized tokens."""
+        raw = sum(tensor.nbytes for pair in self._raw for tensor in pair)
+        return raw + self.num_blocks * sum(layout.page_bytes for layout in self.layouts)
 
     @property
     def num_free_blocks(self) -> int:
@@ -155,20 +191,27 @@ class PagedKVCache:
             self._sequences[self._next_id] = _Sequence(self._take_row())
             added.append(self._next_id)
             self._next_id += 1
+        self._reserve_raw(1 + max(self._sequences[seq_id].row for seq_id in added))
         return added
 
     def fork(self, seq_ids: Sequence[int]) -> list[int]:
-        """Create one copy per entry (an id may repeat) that shares all pages; return the new ids. Copies no page."""
+        """Create one copy per entry (an id may repeat) that shares all pages; return the new ids. Copies no page.
+
+        What is kept unquantized is copied.
+        """
         parents = self._lookup(seq_ids)
         children = self.add_sequences(len(parents)) if parents else []
         for parent, child_id in zip(parents, children, strict=True):
             child = self._sequences[child_id]
-            child.length, child.blocks = parent.length, parent.blocks.copy()
+            child.length, child.blocks, child.raw_start = parent.length, parent.blocks.copy(), parent.raw_start
             for block in parent.blocks:
                 self._references[block] += 1
         if parents:
             rows = [self._sequences[child].row for child in children]
-            self._block_table[rows] = self._block_table[[parent.row for parent in parents]]
+            sources = [parent.row for parent in parents]
+            self._block_table[rows] = self._block_table[sources]
+            for tensor in (tensor for pair in self._raw for tensor in pair):
+                tensor[rows] = tensor[sources]
         return children
 
     def free(self, seq_ids: Iterable[int]) -> None:
@@ -180,12 +223,17 @@ class PagedKVCache:
             del self._sequences[seq_id]
 
     def crop(self, seq_id: int, length: int) -> None:
-        """Shorten a sequence to its first `length` tokens."""
+        """Shorten a sequence to its first `length` tokens.
+
+        The window stays whole if at most RAW_MARGIN tokens were dropped since the sequence was longest; beyond that, the
+        tokens that are no longer kept unquantized are read as stored.
+        """
         sequence = self._lookup((seq_id,))[0]
         if not 0 <= length <= sequence.length:
             raise ValueError(f"length: expected 0 to {sequence.length}, got {length}")
         self._release(sequence, -(-length // self.block_size))
         sequence.length = length
+        sequence.raw_start = min(sequence.raw_start, length)
 
     def extend(self, seq_ids: Sequence[int], num_tokens: int | Sequence[int] = 1) -> CacheStep:
         """Make room for new tokens and return the step that writes them. All sequences are extended, or none.
@@ -201,6 +249,9 @@ class PagedKVCache:
         sequences = self._lookup(seq_ids, distinct=True)
         counts = self._counts(num_tokens, len(sequences))
         self._reserve(sequences, counts)
+        for sequence, count in zip(sequences, counts, strict=True):
+            self._refill(sequence, sequence.length - self.window + 1)
+            sequence.raw_start = max(sequence.raw_start, sequence.length + count - self._raw_rows + self.sinks)
         copies: list[tuple[int, int]] = []
         for sequence, count in zip(sequences, counts, strict=True):
             self._extend_one(sequence, count, copies)
@@ -222,6 +273,7 @@ class PagedKVCache:
         for seq_id, sequence, count in zip(seq_ids, sequences, counts, strict=True):
             if count > sequence.length:
                 raise ValueError(f"num_tokens: expected at most {sequence.length} for sequence {seq_id}, got {count}")
+            self._refill(sequence, max(sequence.length - count - self.window + 1, self._raw_first(sequence)))
         return self._make_step(seq_ids, sequences, counts)
 
     def write(self, step: CacheStep, key: torch.Tensor, value: torch.Tensor, layer: int = 0) -> None:
@@ -246,10 +298,12 @@ class PagedKVCache:
         backend_write = self._checked.get(kind)
         if backend_write is not None and key.shape[0] == slots.shape[0]:
             backend_write(key, value, kv_cache, slots, layout)
+            self._write_raw(step, key, value, layer)
             return
         ops.reshape_and_cache(key, value, kv_cache, slots, layout, backend=self.backend)
         if slots.shape[0]:
             self._remember(kind, select_backend(self.backend, layout, None, kv_cache.device).reshape_and_cache)
+            self._write_raw(step, key, value, layer)
 
     def append(
         self,
@@ -285,6 +339,7 @@ class PagedKVCache:
         *,
         key: torch.Tensor | None = None,
         value: torch.Tensor | None = None,
+        strict: bool = False,
         **options: Any,
     ) -> Any:
         """Attend a step's queries to their sequences in one layer.
@@ -292,7 +347,9 @@ class PagedKVCache:
         Args:
             query: [sum(num_tokens), num_query_heads, head_size].
             key, value: the step's raw keys and values, attended in place of their stored form; left out, only stored
-                bytes are read.
+                bytes are read, and what the window and sinks keep. With a window, a step of more than RAW_MARGIN + 1
+                tokens of a sequence needs them.
+            strict: key and value are read only where the window and sinks say so, as a later query would.
             options: `softmax_scale`, `out`, `return_lse` and the fields of `AttentionOptions`.
 
         Returns:
@@ -300,9 +357,17 @@ class PagedKVCache:
         """
         kv_cache, layout = self.kv_caches[layer], self.layouts[layer]
         kind = (layer, query.shape, query.dtype, query.device, len(step.seq_ids), *options.items())
+        if self._raw_rows:
+            raw, reads_own = self._raw_of_step(step, layer, key, value, strict)
+        else:
+            raw, reads_own = {}, not strict
+        if not reads_own:
+            key = value = None
         checked = self._checked.get(kind) if key is None and value is None else None
         if checked is not None and query.shape[0] == step.slot_mapping.shape[0]:
             backend_attend, attention_options = checked
+            if raw:
+                attention_options = dataclasses.replace(attention_options, **raw)
             out = query.new_empty(*query.shape[:2], layout.head_size_v)
             backend_attend(
                 query, kv_cache, step.block_table, step.seq_lens, step.query_start_loc, layout, attention_options,
@@ -321,13 +386,15 @@ class PagedKVCache:
             max_query_len=step.max_query_len,
             max_seq_len=step.max_seq_len,
             backend=self.backend,
+            **raw,
             **options,
         )
         if query.shape[0] and not {"out", "return_lse", "output_scale"} & options.keys():
             scale = options.pop("softmax_scale", None)
-            attention_options = AttentionOptions(layout.head_size**-0.5 if scale is None else scale, **options)
+            attention_options = AttentionOptions(layout.head_size**-0.5 if scale is None else scale, **raw, **options)
             module = select_backend(self.backend, layout, attention_options, query.device)
-            self._remember(kind, (module.paged_attention, attention_options))
+            plain = dataclasses.replace(attention_options, raw_key=None, raw_value=None)
+            self._remember(kind, (module.paged_attention, plain))
         return result
 
     def gather(self, seq_id: int, layer: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -335,6 +402,120 @@ class PagedKVCache:
         sequence = self._lookup((seq_id,))[0]
         table = self._block_table[sequence.row]
         return ops.gather_and_dequantize(self.kv_caches[layer], table, sequence.length, self.layouts[layer])
+
+    def _allocate_raw(self, layout: KVCacheLayout) -> tuple[torch.Tensor, torch.Tensor]:
+        shape = (self._raw_capacity, self._raw_rows, layout.num_kv_heads)
+        return (
+            torch.zeros(*shape, layout.head_size, dtype=self.raw_dtype, device=self.device),
+            torch.zeros(*shape, layout.head_size_v, dtype=self.raw_dtype, device=self.device),
+        )
+
+    def _reserve_raw(self, capacity: int) -> None:
+        """Make room for the unquantized tokens of that many sequence rows."""
+        if not self._raw_rows or capacity <= self._raw_capacity:
+            return
+        kept = self._raw_capacity
+        self._raw_capacity = max(capacity, kept + kept // 8)  # else adding n sequences one by one copies n ** 2 / 2
+        for layer, layout in enumerate(self.layouts):
+            grown = self._allocate_raw(layout)
+            for new, old in zip(grown, self._raw[layer], strict=True):
+                new[:kept] = old
+            self._raw[layer] = grown
+
+    def _raw_row(self, position: Any) -> Any:
+        """Return the row of a position beyond the sinks; a number or a tensor."""
+        return self.sinks + (position - self.sinks) % (self._raw_rows - self.sinks)
+
+    def _raw_first(self, sequence: _Sequence) -> int:
+        """Return the oldest position that the ring has room for."""
+        return sequence.length - self._raw_rows + self.sinks
+
+    def _refill(self, sequence: _Sequence, first: int) -> None:
+        """Put stored tokens from `first` on into the ring where a crop has left none."""
+        first = max(first, self.sinks)
+        last = min(sequence.raw_start, sequence.length)
+        if not self.window or first >= last:
+            return
+        page = first // self.block_size
+        begin = page * self.block_size
+        rows = self._raw_row(torch.arange(first, last, device=self.device))
+        for layer, layout in enumerate(self.layouts):
+            table = self._block_table[sequence.row, page:]
+            stored = ops.gather_and_dequantize(self.kv_caches[layer], table, last - begin, layout)
+            for kept, tokens in zip(self._raw[layer], stored, strict=True):
+                kept[sequence.row, rows] = tokens[first - begin :].to(kept.dtype)
+        sequence.raw_start = first
+
+    def _overwrites(self, step: CacheStep) -> bool:
+        """Say whether a step is too long for the ring to hold what its first queries read and its last tokens."""
+        return bool(self.window) and step.max_query_len + self.window - 1 > self._raw_rows - self.sinks
+
+    def _has_context(self, step: CacheStep) -> bool:
+        return any(self._sequences[i].length > n for i, n in zip(step.seq_ids, step.num_tokens, strict=True))
+
+    def _write_raw(self, step: CacheStep, key: torch.Tensor, value: torch.Tensor, layer: int) -> None:
+        if step.raw_slots is None:
+            return
+        self._raw_before.pop(layer, None)
+        if self._overwrites(step) and self._has_context(step):
+            key_before, value_before = (kept[step.rows].clone() for kept in self._raw[layer])
+            self._raw_before[layer] = step, key_before, value_before
+        for kept, tokens in zip(self._raw[layer], (key, value), strict=True):
+            if step.raw_tokens is not None:
+                tokens = tokens[step.raw_tokens]
+            kept.flatten(0, 1).index_copy_(0, step.raw_slots, tokens.to(kept.dtype))
+
+    def _raw_of_step(
+        self, step: CacheStep, layer: int, key: torch.Tensor | None, value: torch.Tensor | None, strict: bool
+    ) -> tuple[dict[str, Any], bool]:
+        """Return the options that make attention read unquantized tokens, and whether it also gets key and value."""
+        kept_key, kept_value = (kept[step.rows] for kept in self._raw[layer])
+        if self._overwrites(step):
+            if key is None or value is None:
+                raise ValueError(
+                    f"key: expected the step's own key and value with a window and more than {RAW_MARGIN + 1} tokens of a "
+                    f"sequence, got {step.max_query_len} tokens and None"
+                )
+            before = self._raw_before.get(layer)
+            old_key, old_value = kept_key, kept_value
+            if before is not None and before[0] is step:
+                _, old_key, old_value = before
+            elif self._has_context(step):
+                raise ValueError(
+                    f"step: expected the step that layer {layer} wrote last, with a window and more than {RAW_MARGIN + 1} "
+                    f"tokens of a sequence, got another of {step.max_query_len} tokens"
+                )
+            if strict:
+                kept_key = self._long_ring(step, kept_key, old_key, key)
+                kept_value = self._long_ring(step, kept_value, old_value, value)
+            else:
+                kept_key, kept_value = old_key, old_value
+        raw = {"raw_key": kept_key, "raw_value": kept_value, "raw_window": self.window, "raw_sinks": self.sinks}
+        return raw, not strict
+
+    def _long_ring(self, step: CacheStep, kept: torch.Tensor, old: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+        """Return rows as in the store, with a ring that holds the window before a step and all of its tokens.
+
+        Args:
+            kept, old: [num_seqs, tokens, ...], after and before the step was written.
+            own: [sum(num_tokens), ...], the step's tokens.
+        """
+        ring = self.window + step.max_query_len - 1
+        rows = torch.zeros(kept.shape[0], self.sinks + ring, *kept.shape[2:], dtype=kept.dtype, device=kept.device)
+        rows[:, : self.sinks] = kept[:, : self.sinks]
+        begin = 0
+        for b, (seq_id, count) in enumerate(zip(step.seq_ids, step.num_tokens, strict=True)):
+            length = self._sequences[seq_id].length
+            context = length - count
+            first = min(max(self.sinks, context - self.window + 1), context)
+            before = torch.arange(first, context, device=kept.device)
+            rows[b, self.sinks + (before - self.sinks) % ring] = old[b, self._raw_row(before)]
+            first = min(max(self.sinks, context), length)
+            after = torch.arange(first, length, device=kept.device)
+            tokens = own[begin + first - context : begin + count]
+            rows[b, self.sinks + (after - self.sinks) % ring] = tokens.to(kept.dtype)
+            begin += count
+        return rows
 
     def _remember(self, kind: Any, call: Any) -> None:
         if len(self._checked) >= MAX_CHECKED_CALLS:
@@ -447,6 +628,7 @@ class PagedKVCache:
         starts = [0]
         for count in counts:
             starts.append(starts[-1] + count)
+        rows = self._rows(sequences)
         # One host tensor, so one copy to the device: lengths, starts, slots.
         num_seqs = len(lengths)
         if max(counts, default=0) <= 1:
@@ -459,16 +641,49 @@ class PagedKVCache:
             meta = torch.tensor(lengths + starts, dtype=torch.int32)
             meta = torch.cat((meta, *(self._slots(s, count) for s, count in zip(sequences, counts, strict=True))))
         meta = meta.to(self.device)
+        raw_tokens, raw_slots = self._raw_slots(sequences, counts) if self._raw_rows else (None, None)
         return CacheStep(
             tuple(seq_ids),
             counts,
             meta[2 * num_seqs + 1 :],
-            self._table(sequences),
+            self._block_table[rows],
             meta[:num_seqs],
             meta[num_seqs : 2 * num_seqs + 1],
             max(counts, default=0),
             max(lengths, default=0),
+            rows,
+            raw_tokens,
+            raw_slots,
         )
+
+    def _raw_slots(
+        self, sequences: list[_Sequence], counts: tuple[int, ...]
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return which of the last tokens the unquantized store keeps, and where; None for all, or for none."""
+        if max(counts, default=0) <= 1 and (self.window or all(s.length <= self.sinks for s in sequences)):
+            slots = []  # as below, for one token of each, in half the time
+            for sequence, count in zip(sequences, counts, strict=True):
+                if count:
+                    position = sequence.length - 1
+                    row = position if position < self.sinks else self._raw_row(position)
+                    slots.append(sequence.row * self._raw_rows + row)
+            return None, torch.tensor(slots, dtype=torch.long, device=self.device)
+        tokens: list[int] = []
+        slots = []
+        begin = 0
+        for sequence, count in zip(sequences, counts, strict=True):
+            context = sequence.length - count
+            kept = [*range(context, min(self.sinks, sequence.length))]
+            if self.window:
+                kept += range(max(context, self.sinks, self._raw_first(sequence)), sequence.length)
+            tokens += [begin + position - context for position in kept]
+            rows = [p if p < self.sinks else self._raw_row(p) for p in kept]
+            slots += [sequence.row * self._raw_rows + row for row in rows]
+            begin += count
+        if not tokens:
+            return None, None
+        pair = torch.tensor([tokens, slots], dtype=torch.long, device=self.device)
+        return pair[0], pair[1]
 
     def _slots(self, sequence: _Sequence, count: int) -> torch.Tensor:
         """Slots of the last `count` tokens, [count] int32."""
@@ -478,8 +693,8 @@ class PagedKVCache:
         slots = (pages * self.block_size)[:, None] + torch.arange(self.block_size, dtype=torch.int32)
         return slots.flatten()[begin - first * self.block_size :][:count]
 
-    def _table(self, sequences: list[_Sequence]) -> torch.Tensor:
+    def _rows(self, sequences: list[_Sequence]) -> slice | torch.Tensor:
         rows = [sequence.row for sequence in sequences]
         if rows and rows == list(range(rows[0], rows[0] + len(rows))):
-            return self._block_table[rows[0] : rows[0] + len(rows)]
-        return self._block_table[rows]
+            return slice(rows[0], rows[0] + len(rows))
+        return torch.tensor(rows, dtype=torch.long, device=self.device)

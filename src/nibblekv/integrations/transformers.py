@@ -22,7 +22,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.masking_utils import AttentionMaskInterface
 
-from nibblekv.cache import CacheStep, PagedKVCache
+from nibblekv.cache import CacheStep, PagedKVCache, raw_row_count
 from nibblekv.formats import QuantFormat, check_head_size, get_format
 from nibblekv.layout import KVCacheLayout
 
@@ -136,6 +136,8 @@ class PagedCache(Cache):
         max_tokens: int | None = None,
         strict: bool = False,
         backend: str = "auto",
+        window: int = 0,
+        sinks: int = 0,
     ) -> None:
         """Describe a cache for a model of `num_layers` layers; see `attach` for the arguments."""
         self.k_format = get_format(format)
@@ -146,6 +148,9 @@ class PagedCache(Cache):
         self.max_tokens = max_tokens
         self.strict = strict
         self.backend = backend
+        raw_row_count(window, sinks)  # refuses what is negative
+        self.window = window
+        self.sinks = sinks
         self.pages: PagedKVCache | None = None
         self._layers = [_PagedLayer(self, layer_idx) for layer_idx in range(num_layers)]
         super().__init__(layers=list(self._layers))
@@ -169,7 +174,7 @@ class PagedCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the pages of all layers, free ones included."""
+        """Bytes of the pages of all layers, free ones included, and of the tokens kept unquantized."""
         return 0 if self.pages is None else self.pages.nbytes
 
     @property
@@ -255,7 +260,15 @@ class PagedCache(Cache):
         )
         if self.pages is None:
             num_blocks = None if self.max_tokens is None else -(-self.max_tokens // self.block_size)
-            self.pages = PagedKVCache(layout, num_blocks=num_blocks, device=key.device, backend=self.backend)
+            self.pages = PagedKVCache(
+                layout,
+                num_blocks=num_blocks,
+                device=key.device,
+                backend=self.backend,
+                window=self.window,
+                sinks=self.sinks,
+                raw_dtype=key.dtype,
+            )
             return 0
         if key.device != self.pages.device:
             raise NotImplementedError(
@@ -451,9 +464,9 @@ def _attend(
         options["softcap"] = softcap
     if sinks is not None:
         options["sinks"] = sinks.float()
-    if query_len > 1 and not cache.strict:
+    if query_len > 1:
         options["key"], options["value"] = key_rows, value_rows
-    out = pages.attend(plan.step, query_rows, layer_index, softmax_scale=scaling, **options)
+    out = pages.attend(plan.step, query_rows, layer_index, strict=cache.strict, softmax_scale=scaling, **options)
     if plan.rows is not None:
         padded = out.new_zeros(batch * query_len, *out.shape[1:])
         padded[plan.rows] = out
@@ -582,6 +595,8 @@ def attach(
     max_tokens: int | None = None,
     strict: bool = False,
     backend: str = "auto",
+    window: int = 0,
+    sinks: int = 0,
 ) -> PagedCache:
     """Make a model attend to packed pages, and return an empty cache to pass as `past_key_values`.
 
@@ -596,6 +611,8 @@ def attach(
         strict: True: attention reads stored bytes only, so that results do not depend on how a prompt is cut into chunks;
             False: the tokens of one forward see each other unquantized (a decoded token is always read as stored).
         backend: see `nibblekv.backends.select_backend`.
+        window, sinks: the last and the first tokens of each sequence that are read unquantized, in the model's dtype,
+            whatever `strict` says: more accurate, at a fixed size per sequence. They are quantized in their pages as well.
 
     Raises:
         NotImplementedError: the model has layers that a packed cache cannot hold; the message names them.
@@ -611,6 +628,8 @@ def attach(
         max_tokens=max_tokens,
         strict=strict,
         backend=backend,
+        window=window,
+        sinks=sinks,
     )
     AttentionInterface.register(IMPLEMENTATION, _attention)
     AttentionMaskInterface.register(IMPLEMENTATION, _mask)

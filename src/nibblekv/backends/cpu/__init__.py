@@ -28,7 +28,7 @@ __all__ = ["paged_attention", "reshape_and_cache", "supports", "unavailable_reas
 # From here on a chunk of queries goes to torch: below, its calls cost more than they save.
 TORCH_QUERIES = 64
 _WRITE_ARGS = struct.Struct("14q")
-_ATTENTION_ARGS = struct.Struct("49q3d")
+_ATTENTION_ARGS = struct.Struct("61q3d")
 
 
 def supports(layout: KVCacheLayout, options: AttentionOptions | None, device: torch.device) -> str | None:
@@ -210,6 +210,14 @@ def _attend(
             key.data_ptr(), value.data_ptr(), key.stride(0) * k_size, key.stride(1) * k_size, value.stride(0) * v_size,
             value.stride(1) * v_size, DTYPES[key.dtype], DTYPES[value.dtype],
         )  # fmt: skip
+    kept = (0,) * 12
+    if options.raw_key is not None and options.raw_value is not None:
+        raw_size = options.raw_key.element_size()
+        strides = (stride * raw_size for raw in (options.raw_key, options.raw_value) for stride in raw.stride()[:3])
+        kept = (
+            options.raw_key.data_ptr(), options.raw_value.data_ptr(), *strides, DTYPES[options.raw_key.dtype],
+            options.raw_ring, options.raw_sinks, options.raw_window,
+        )  # fmt: skip
     # Tensors made here must live until the call returns.
     flags = options.causal.to(torch.bool).contiguous() if isinstance(options.causal, torch.Tensor) else None
     prefix_lens = _as(options.rswa_prefix_lens, torch.int64)
@@ -227,7 +235,7 @@ def _attend(
             options.sliding_window, options.chunk_size, options.chunk_lookback, _address(prefix_lens), options.rswa_window,
             _address(slopes), options.alibi_sqrt, _address(sinks), _address(bias), 0 if bias is None else bias.shape[0],
             _address(ranges), 0 if ranges is None else ranges.shape[1], options.mm_prefix_clamp,
-            options.batch_invariant, prefix_only, torch.get_num_threads(),
+            *kept, options.batch_invariant, prefix_only, torch.get_num_threads(),
             options.softmax_scale, options.softcap,
             0.0 if options.output_scale is None else float(options.output_scale),
         )

@@ -69,12 +69,16 @@ struct AttentionArgs {
   int64_t qq_stride;
   const int32_t* mm_ranges;  // [num_seqs][mm_count][2] or null
   int64_t mm_count, mm_clamp;
+  const uint8_t *raw_key, *raw_value;  // unquantized rows of the first and newest tokens of each sequence, or null
+  int64_t raw_key_seq_stride, raw_key_row_stride, raw_key_head_stride;  // bytes
+  int64_t raw_value_seq_stride, raw_value_row_stride, raw_value_head_stride;
+  int64_t raw_dtype, raw_ring, raw_sinks, raw_window;
   int64_t batch_invariant, prefix_only, num_threads;
   double softmax_scale, softcap, output_scale;  // output_scale 0: none
 };
 
 static_assert(sizeof(Side) == 13 * 8 && sizeof(Geometry) == 28 * 8, "_library.py packs these fields");
-static_assert(sizeof(WriteArgs) == 14 * 8 && sizeof(AttentionArgs) == 52 * 8, "__init__.py packs these fields");
+static_assert(sizeof(WriteArgs) == 14 * 8 && sizeof(AttentionArgs) == 64 * 8, "__init__.py packs these fields");
 
 inline int64_t load_index(const uint8_t* base, int64_t stride, int64_t is_64, int64_t i) {
   const uint8_t* p = base + i * stride;

@@ -13,7 +13,7 @@ NKV_INLINE int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
 struct States {  // of the rows of an item, over the tokens seen so far
   Partial row[kMaxRows];
   alignas(64) float pages[kMaxRows * kMaxHeadSize];  // rotated domain, in the order of the value kernel, units of 2^m
-  alignas(64) float raw[kMaxRows * kMaxHeadSize];  // the queries' own values
+  alignas(64) float raw[kMaxRows * kMaxHeadSize];  // unquantized values
 };
 
 struct Workspace {  // one per thread
@@ -45,13 +45,15 @@ struct Bits {  // tokens of a tile
   uint64_t word[kTile / 64];
 };
 
+enum class Form { kAny, kPacked, kRaw };  // how a query reads a position before its chunk
+
 struct Context {  // of one item
   const AttentionArgs& a;
   const Geometry& g;
   const Item& item;
   Workspace& w;
   int64_t group, begin, query_len, seq_len, context_len, paged_len, rows, value_width;
-  bool causal, special, raw, k_int, v_int;
+  bool causal, special, own, ring, raw, k_int, v_int;  // own: the queries' own rows, ring: raw_key, raw: one of them
   float factor;  // of the operands: softmax_scale, and log2(e) unless options need natural units
   float sum[kMaxRows];  // of the rotated query, times factor
   float operand_scale[kMaxRows];
@@ -65,9 +67,10 @@ struct Context {  // of one item
     query_len = load_index(a.query_start_loc, a.query_start_stride, a.query_start_is_64, item.seq + 1) - begin;
     seq_len = load_index(a.seq_lens, a.seq_lens_stride, a.seq_lens_are_64, item.seq);
     context_len = seq_len - query_len;
-    const bool own = a.key != nullptr;
+    own = a.key != nullptr && !a.prefix_only;
     paged_len = own || a.prefix_only ? context_len : seq_len;
-    raw = own && !a.prefix_only;
+    ring = a.raw_key != nullptr;
+    raw = own || ring;
     rows = item.rows;
     causal = a.causal_flags ? a.causal_flags[item.seq] : a.causal;
     special = a.softcap > 0 || a.alibi_slopes || a.qq_bias;
@@ -102,11 +105,12 @@ struct Context {  // of one item
     }
   }
 
-  // Bits of the positions [first, first + n) that row r sees; returns whether there are any.
-  bool visible(int64_t r, int64_t first, int64_t n, Bits* bits) const {
+  // Bits of the positions [first, first + n) that row r sees and reads in this form; returns whether there are any.
+  bool visible(int64_t r, int64_t first, int64_t n, Form form, Bits* bits) const {
     *bits = Bits{};
     bool any = false;
-    ranges(position(r), [&](int64_t from, int64_t to) {
+    const int64_t q = position(r), window = a.raw_window > 0 ? q - a.raw_window + 1 : seq_len;
+    auto add = [&](int64_t from, int64_t to) {
       from = max64(from - first, 0);
       to = min64(to - first, n);
       if (from >= to) return;
@@ -115,6 +119,12 @@ struct Context {  // of one item
         const int64_t low = max64(from - 64 * i, 0), high = min64(to - 64 * i, 64);
         bits->word[i] |= (~0ULL >> (64 - (high - low))) << low;
       }
+    };
+    ranges(q, [&](int64_t from, int64_t to) {
+      if (form == Form::kAny || !ring) return add(from, to);
+      if (form == Form::kPacked) return add(max64(from, a.raw_sinks), min64(to, window));
+      add(from, min64(to, a.raw_sinks));
+      add(max64(from, window), to);
     });
     return any;
   }
@@ -448,8 +458,16 @@ static void attend_pages(Context& c, int64_t first, int64_t n, const Pages& page
 #endif
 }
 
-// Tokens [first, first + n) of the queries' own keys and values.
-static void attend_raw(Context& c, int64_t first, int64_t n, const Bits* bits, const bool* any) {
+// Tokens [first, first + n) of the queries' own keys and values, or of those kept unquantized.
+static void attend_raw(Context& c, int64_t first, int64_t n, bool own, const Bits* bits, const bool* any) {
+  const AttentionArgs& a = c.a;
+  const int64_t key_stride = own ? a.key_token_stride : a.raw_key_row_stride;
+  const int64_t value_stride = own ? a.value_token_stride : a.raw_value_row_stride;
+  const int64_t key_dtype = own ? a.key_dtype : a.raw_dtype, value_dtype = own ? a.value_dtype : a.raw_dtype;
+  const uint8_t* keys = own ? a.key + c.item.head * a.key_head_stride
+                            : a.raw_key + c.item.seq * a.raw_key_seq_stride + c.item.head * a.raw_key_head_stride;
+  const uint8_t* values = own ? a.value + c.item.head * a.value_head_stride
+                              : a.raw_value + c.item.seq * a.raw_value_seq_stride + c.item.head * a.raw_value_head_stride;
   Workspace& w = c.w;
   const int64_t padded = (n + 15) / 16 * 16, size = c.g.k.head_size, size_v = c.g.v.head_size;
   float sums[kMaxRows];
@@ -463,10 +481,14 @@ static void attend_raw(Context& c, int64_t first, int64_t n, const Bits* bits, c
       memset(value, 0, size_v * sizeof(float));
       continue;
     }
-    const int64_t token = c.begin + first + t - c.context_len;
-    load_row(c.a.key_dtype, c.a.key + token * c.a.key_token_stride + c.item.head * c.a.key_head_stride, size, row);
+    int64_t at = first + t;
+    if (own)
+      at += c.begin - c.context_len;
+    else if (at >= a.raw_sinks)
+      at = a.raw_sinks + (at - a.raw_sinks) % a.raw_ring;
+    load_row(key_dtype, keys + at * key_stride, size, row);
     for (int64_t d = 0; d < size; ++d) w.keys[d * kTile + t] = row[d];
-    load_row(c.a.value_dtype, c.a.value + token * c.a.value_token_stride + c.item.head * c.a.value_head_stride, size_v, value);
+    load_row(value_dtype, values + at * value_stride, size_v, value);
     float check = 0;
     for (int64_t d = 0; d < size_v; ++d) check += value[d] * 0.0f;
     if (check != check) {
@@ -566,15 +588,21 @@ static void attend_split(Context& c, int64_t from, int64_t to, bool last) {
   Bits bits[kMaxRows];
   bool any[kMaxRows];
   Pages pages, next;
-  auto see = [&](int64_t first, int64_t n) {
+  auto see = [&](int64_t first, int64_t n, Form form) {
     bool seen = false;
-    for (int64_t r = 0; r < c.rows; ++r) seen |= any[r] = c.visible(r, first, n, &bits[r]);
+    for (int64_t r = 0; r < c.rows; ++r) seen |= any[r] = c.visible(r, first, n, form, &bits[r]);
     return seen;
+  };
+  auto raw_tiles = [&](int64_t first, int64_t end, bool own) {
+    for (; first < end; first += kTile) {
+      const int64_t n = min64(kTile, end - first);
+      if (see(first, n, own ? Form::kAny : Form::kRaw)) attend_raw(c, first, n, own, bits, any);
+    }
   };
   int64_t found = -1;
   for (int64_t first = from; first < min64(to, c.paged_len); first += kTile) {
     const int64_t n = min64(kTile, c.paged_len - first);
-    if (!see(first, n)) continue;
+    if (!see(first, n, Form::kPacked)) continue;
     if (found != first) find_pages(c, first, (n + 15) / 16, &pages);
     const int64_t after = first + kTile, left = min64(kTile, min64(to, c.paged_len) - after);
     const int64_t groups = left > 0 ? (left + 15) / 16 : 0;
@@ -583,11 +611,15 @@ static void attend_split(Context& c, int64_t from, int64_t to, bool last) {
     pages = next;
     found = after;
   }
-  if (last && c.raw)
-    for (int64_t first = c.context_len; first < c.seq_len; first += kTile) {
-      const int64_t n = min64(kTile, c.seq_len - first);
-      if (see(first, n)) attend_raw(c, first, n, bits, any);
-    }
+  if (!last) return;
+  if (c.ring) {
+    const int64_t sinks = min64(c.a.raw_sinks, c.paged_len);
+    raw_tiles(0, sinks, false);
+    // Nothing but a multimodal prefix lets a causal query see a later token.
+    const int64_t end = c.causal && !c.a.mm_count ? min64(c.paged_len, c.position(c.rows - 1) + 1) : c.paged_len;
+    if (c.a.raw_window > 0) raw_tiles(max64(sinks, c.position(0) - c.a.raw_window + 1), end, false);
+  }
+  if (c.own) raw_tiles(c.context_len, c.seq_len, true);
 }
 
 // Attends an item's splits one after another, each from a fresh state, folded in their order: the same sums, bit for bit,

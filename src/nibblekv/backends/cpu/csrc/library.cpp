@@ -116,7 +116,7 @@ void attention(const AttentionArgs& a) {
       merge_of.push_back(-1);
     }
   }
-  const int64_t width = kMaxHeadSize * (a.key && !a.prefix_only ? 2 : 1);
+  const int64_t width = kMaxHeadSize * ((a.key && !a.prefix_only) || a.raw_key ? 2 : 1);
   std::unique_ptr<Partial[]> partials(slots ? new Partial[slots] : nullptr);
   std::unique_ptr<float[]> accumulators(slots ? new float[slots * width] : nullptr);
   std::unique_ptr<std::atomic<int64_t>[]> left(merges.empty() ? nullptr : new std::atomic<int64_t>[merges.size()]);
