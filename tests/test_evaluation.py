@@ -139,6 +139,17 @@ def test_every_key_and_value_read_is_the_stored_one(tiny, windows, format):
     assert row["top1"] == pytest.approx(float((p.argmax(-1) == q.argmax(-1)).double().mean()), abs=0.01)
 
 
+def test_window_and_sinks_come_with_a_suffix(tiny, windows):
+    """Catches a suffix that is accepted and ignored, and a window that reads everything raw."""
+    model, _ = tiny
+    rows = evaluate(model, ["int4", "int4+w8s4", "int4+w200"], windows, model_name="tiny")
+    plain, near, everything = (row["kl_mean"] for row in rows)
+    assert [row["format"] for row in rows] == ["int4", "int4+w8s4", "int4+w200"]
+    assert 0 <= everything < 1e-6 < near < 0.9 * plain
+    with pytest.raises(ValueError, match=r"format: expected a suffix such as \+w32s4"):
+        evaluate(model, ["int4+x"], windows, model_name="tiny")
+
+
 def test_copy_and_greedy_columns(tiny, windows):
     model, tokenizer = tiny
     copies = copy_windows(tokenizer, 2, 96)

@@ -14,6 +14,7 @@ from nibblekv.plan import (
     bytes_per_token,
     cache_bytes,
     plan_rows,
+    split_window,
     tokens_that_fit,
 )
 
@@ -102,3 +103,20 @@ def test_transformers_configs_are_understood():
     layers = attention_layers(gemma)
     assert [layer.sliding_window for layer in layers] == [512] * 5 + [0]
     assert layers[0].head_size == 256
+
+
+def test_window_and_sinks_cost_a_sequence_and_not_a_token():
+    """Catches bytes that a plan forgets: 32 + 32 of margin + 4 tokens in 16 bit in every layer, sliding or not."""
+    assert split_window("int8_per_token_head/int4+w32s4") == ("int8_per_token_head/int4", 32, 4)
+    assert split_window("int4+w8")[1:] == (8, 0)
+    assert split_window("int4+s8")[1:] == (0, 8)
+    assert bytes_per_token(LLAMA_8B[0], "int4+w32s4") == bytes_per_token(LLAMA_8B[0], "int4")
+    raw = cache_bytes(HYBRID, "int4+w32s4", 1000) - cache_bytes(HYBRID, "int4", 1000)
+    assert raw == 18 * (32 + 32 + 4) * 2 * 256 * 2
+    assert cache_bytes(HYBRID, "int4+s4", 1000) - cache_bytes(HYBRID, "int4", 1000) == 18 * 4 * 2 * 256 * 2
+    assert tokens_that_fit(HYBRID, "int4+w32s4", raw - 1) == 0
+    fits = tokens_that_fit(HYBRID, "int4+w32s4", 10**8)
+    assert cache_bytes(HYBRID, "int4+w32s4", fits) <= 10**8 < cache_bytes(HYBRID, "int4+w32s4", fits + 16)
+    for name in ("int4+", "int4+32", "int4+s4w32", "int4+w32+s4", "+w3x"):
+        with pytest.raises(ValueError, match="format: expected a suffix such as"):
+            split_window(name)

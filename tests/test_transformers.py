@@ -655,3 +655,122 @@ def test_half_precision_models_and_mixed_formats(dtype, k_format, v_format):
     assert (got - want).norm() / want.norm() < 0.05
     k_bytes, v_bytes = (32 if name.startswith("int8") else 16 for name in (k_format, v_format or k_format))
     assert cache.nbytes == 2 * 128 * 2 * (k_bytes + v_bytes + 8)
+
+
+# --- window and sinks ----------------------------------------------------------------------------------------------------
+
+KEPT = {"window": 8, "sinks": 2}
+# One layer: its keys do not depend on earlier attention, so no code is rounded the other way and the oracle is exact.
+ONE_LAYER = {
+    "llama": {"num_hidden_layers": 1},
+    "mistral-window": {"num_hidden_layers": 1},
+    "gemma3-d256": {"num_hidden_layers": 1, "layer_types": ["full_attention"]},
+}
+
+
+def oracle_attention(format, pads, strict):
+    """Return an eager attention over raw keys and values that reads them as a packed cache with KEPT does.
+
+    pads: of each sequence on its left; a batch of more sequences repeats each.
+    """
+
+    def attention(module, query, key, value, attention_mask, scaling=None, **kwargs):
+        (batch, heads, length, _), columns = query.shape, key.shape[2]
+        first = torch.tensor(pads).repeat_interleave(batch // len(pads))[:, None, None, None]
+        k = torch.arange(columns).view(1, 1, 1, columns) - first
+        q = torch.arange(columns - length, columns).view(1, 1, length, 1) - first
+        raw = (k < KEPT["sinks"]) | (q - k < KEPT["window"])
+        if length > 1 and not strict:
+            raw = raw | (k >= columns - length - first)
+        forms = [(x, dequantize(*quantize(x, format), format)) for x in (key, value)]
+        (key, stored_key), (value, stored_value) = (
+            [x.repeat_interleave(heads // x.shape[1], 1) for x in pair] for pair in forms
+        )
+        score = torch.where(raw, query @ key.transpose(2, 3), query @ stored_key.transpose(2, 3)) * scaling
+        weight = torch.softmax(score + attention_mask[..., :columns], -1)
+        out = (weight * raw) @ value + (weight * ~raw) @ stored_value
+        return out.transpose(1, 2).contiguous(), None
+
+    return attention
+
+
+def assert_window_is_the_oracles(family, batch, pads, strict=True, **options):
+    model = build(family, **ONE_LAYER[family])
+    ids, mask = prompt(batch, 60, pads)
+    if "prompt_lookup_num_tokens" in options:
+        ids[:, 30:] = ids[:, :30]  # something to look up
+    cache = attached(model, "int4", strict=strict, **KEPT)
+    packed = generate(model, ids, mask, cache, max_new_tokens=20, **options)
+    detach(model)
+    lost = [pads] + [0] * (batch - 1)
+    transformers.AttentionInterface.register("window_oracle", oracle_attention("int4", lost, strict))
+    transformers.AttentionMaskInterface.register("window_oracle", eager_mask)
+    model.set_attn_implementation("window_oracle")
+    options.pop("prompt_lookup_num_tokens", None)
+    oracle = generate(model, ids, mask, DynamicCache(), max_new_tokens=20, **options)
+    assert torch.equal(packed.sequences, oracle.sequences)
+    if options.get("num_beams", 1) == 1 and len(packed.logits) == len(oracle.logits):
+        assert_near(torch.stack(packed.logits), torch.stack(oracle.logits), 1e-4)
+    return cache
+
+
+@pytest.mark.parametrize("family", ONE_LAYER)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"strict": False}, {"num_beams": 3}, {"prefill_chunk_size": 7}, {"prefill_chunk_size": 45}],
+    ids=["greedy", "raw-prompt", "beams", "chunks", "long-chunks"],
+)
+def test_window_and_sinks_are_read_raw(family, options):
+    """A left-padded batch, far enough for the ring to turn over. Catches a key in the wrong form, of another position or
+    another sequence, and pads that shift either."""
+    cache = assert_window_is_the_oracles(family, 2, LEFT_PADS, **options)
+    assert cache.lengths == [60 + 19 - LEFT_PADS] * (cache.batch_size // 2) + [60 + 19] * (cache.batch_size // 2)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral-window"])
+def test_window_survives_drafts_that_are_dropped(family):
+    assert_window_is_the_oracles(family, 1, 0, prompt_lookup_num_tokens=10)
+
+
+def test_window_is_not_the_plain_cache():
+    """Catches tests of the window on a model that it does not change."""
+    model = build("llama")
+    ids, mask = prompt(1, 60)
+    plain, near, raw = (
+        forward(model, ids, mask, cache)
+        for cache in (attached(model, "int4", strict=True), attached(model, "int4", strict=True, **KEPT), attached(model))
+    )
+    assert (near - plain).norm() > 0.02 * plain.norm()
+    assert (near - raw).norm() < 0.8 * (plain - raw).norm()
+
+
+def test_window_over_turns_selections_and_copies():
+    """The second turn, of sequences selected, repeated, copied and cropped by a draft, reads what one long forward reads."""
+    model = build("gemma3-d256")
+    ids, mask = prompt(2, 70, LEFT_PADS)
+    want = forward(model, ids, mask, attached(model, "int4", strict=True, **KEPT))
+    cache = attached(model, "int4", strict=True, **KEPT)
+    for first, end in ((0, 41), (41, 55), (55, 56)):
+        forward(model, ids[:, :end], mask[:, :end], cache, first)
+    chosen = torch.tensor([1, 0, 1])
+    cache.batch_select_indices(chosen)
+    cache = copy.deepcopy(cache)
+    draft = torch.cat((ids[chosen, :56], prompt(3, 20, seed=7)[0]), 1)
+    forward(model, draft, torch.cat((mask[chosen, :56], mask.new_ones(3, 20)), 1), cache, 56)
+    cache.crop(-20)
+    assert_near(forward(model, ids[chosen], mask[chosen], cache, 56), want[chosen, 56:])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_window_of_any_dtype_is_counted_in_bytes(dtype):
+    """Catches raw rows kept in another dtype than the model's, and bytes that no figure shows."""
+    model = build("llama").to(dtype)
+    ids, mask = prompt(2, 64, LEFT_PADS)
+    want = forward(model, ids, mask, DynamicCache())[:, 60:]
+    plain, cache = (attached(model, "int4", max_tokens=192, strict=True, **kept) for kept in ({}, {"window": 80, "sinks": 2}))
+    for first, end in ((0, 60), (60, 64)):
+        _, got = (forward(model, ids[:, :end], mask[:, :end], c, first) for c in (plain, cache))
+    assert_near(got.float(), want.float(), 0.02)  # the window holds everything
+    assert cache.nbytes == plain.nbytes + 2 * 2 * (80 + 32 + 2) * 2 * (32 + 32) * dtype.itemsize
+    with pytest.raises(ValueError, match="window, sinks: expected 0"):
+        attach(model, window=-1)

@@ -1,7 +1,8 @@
 """The caches that a table compares, by name: ours, transformers' 16-bit cache, and its quantized caches.
 
 Names: `none` (DynamicCache in the dtype of the model), every name in `FORMATS` or two of them as K/V, `hf-quanto`, `hf-hqq`
-(transformers' QuantizedCache at 4 bits in groups of 64).
+(transformers' QuantizedCache at 4 bits in groups of 64). Ours take a suffix: `int4+w32s4` reads the last 32 and the first 4
+tokens unquantized.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nibblekv.plan import attention_layers, bits_per_value, split_format
+from nibblekv.plan import attention_layers, bits_per_value, split_format, split_window
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -32,7 +33,7 @@ def check_format(format: str) -> None:
         try:
             split_format(format)
         except ValueError as error:
-            raise ValueError(f"{error}; also none, {', '.join(PEERS)}, and two formats as K/V") from error
+            raise ValueError(f"{error}; also none, {', '.join(PEERS)}, two formats as K/V, and a window and sinks as int4+w32s4") from error
 
 
 @contextlib.contextmanager
@@ -71,9 +72,12 @@ def cache_maker(
         from nibblekv.integrations.transformers import attach, detach
 
         k_format, v_format = split_format(format)
+        _, window, sinks = split_window(format)
         try:
             attach(model, k_format, v_format=v_format)
-            yield lambda: attach(model, k_format, v_format=v_format, strict=strict, max_tokens=max_tokens)
+            yield lambda: attach(
+                model, k_format, v_format=v_format, strict=strict, max_tokens=max_tokens, window=window, sinks=sinks
+            )
         finally:
             detach(model)
 
@@ -93,7 +97,10 @@ def cache_bytes(cache: Cache) -> int:
 
 
 def stored_bits_per_value(model: PreTrainedModel, format: str, cache: Cache) -> float:
-    """Return the bits per key or value number that a cache really holds (peers), or that the format defines (ours)."""
+    """Return the bits per key or value number that a cache really holds (peers), or that the format defines (ours).
+
+    A window and sinks of ours are not counted: their bytes are a sequence's, not a token's (`plan.raw_bytes`).
+    """
     layers = attention_layers(model.config)
     if format == "none":
         return 8.0 * model.dtype.itemsize

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
+from nibblekv.cache import raw_row_count
 from nibblekv.formats import get_format
 from nibblekv.layout import KVCacheLayout
 
@@ -14,7 +16,9 @@ __all__ = [
     "bits_per_value",
     "bytes_per_token",
     "plan_rows",
+    "raw_bytes",
     "split_format",
+    "split_window",
     "tokens_that_fit",
 ]
 
@@ -75,13 +79,30 @@ def attention_layers(config: Any) -> list[AttentionLayer]:
     return [AttentionLayer(num_kv_heads, head_size, head_size_v, windows[kind]) for kind in types if kind in windows]
 
 
+def split_window(format: str) -> tuple[str, int, int]:
+    """Split `int4+w32s4` into the name before, the window and the sinks that are kept unquantized; `+w32` or `+s4` do too.
+
+    Raises:
+        ValueError: not such a suffix.
+    """
+    name, plus, suffix = format.partition("+")
+    found = re.fullmatch(r"(?:w(\d+))?(?:s(\d+))?", suffix)
+    if found is None or bool(plus) != bool(suffix):
+        raise ValueError(f"format: expected a suffix such as +w32s4, window and sinks, got {format!r}")
+    window, sinks = (int(number or 0) for number in found.groups())
+    return name, window, sinks
+
+
 def split_format(format: str) -> tuple[str, str]:
     """Split `int8_per_token_head/int4` into the formats of keys and values; one name serves both.
+
+    Args:
+        format: a suffix of window and sinks (`split_window`) is checked and left out.
 
     Raises:
         ValueError: not a name in `FORMATS`.
     """
-    k_format, _, v_format = format.partition("/")
+    k_format, _, v_format = split_window(format)[0].partition("/")
     return get_format(k_format).name, get_format(v_format or k_format).name
 
 
@@ -89,7 +110,8 @@ def bytes_per_token(layer: AttentionLayer, format: str) -> int:
     """Return the bytes of one token in one layer, scale words included.
 
     Args:
-        format: a name in `FORMATS`, two of them as K/V, or an unquantized one (`UNQUANTIZED_BYTES`; `none` is 16 bits).
+        format: a name in `FORMATS`, two of them as K/V, or an unquantized one (`UNQUANTIZED_BYTES`; `none` is 16 bits). A
+            window and sinks cost nothing per token (`raw_bytes`).
     """
     if format in UNQUANTIZED_BYTES:
         return layer.values_per_token * UNQUANTIZED_BYTES[format]
@@ -110,12 +132,20 @@ def bits_per_value(layers: list[AttentionLayer], format: str) -> float:
     return 8 * sum(bytes_per_token(layer, format) for layer in layers) / values
 
 
+def raw_bytes(layers: list[AttentionLayer], format: str) -> int:
+    """Return the bytes of one sequence's unquantized window and sinks in 16 bit, the window's margin included."""
+    if format in UNQUANTIZED_BYTES:
+        return 0
+    _, window, sinks = split_window(format)
+    return raw_row_count(window, sinks) * sum(layer.values_per_token for layer in layers) * 2
+
+
 def cache_bytes(layers: list[AttentionLayer], format: str, num_tokens: int, block_size: int = DEFAULT_BLOCK_SIZE) -> int:
-    """Return the bytes of one sequence of num_tokens, in whole pages.
+    """Return the bytes of one sequence of num_tokens, in whole pages, with what it keeps unquantized.
 
     A sliding layer keeps its window and at most one page more.
     """
-    total = 0
+    total = raw_bytes(layers, format)
     for layer in layers:
         kept = num_tokens if not layer.sliding_window else min(num_tokens, layer.sliding_window + block_size - 1)
         total += -(-kept // block_size) * block_size * bytes_per_token(layer, format)
@@ -136,6 +166,8 @@ def tokens_that_fit(
         widest = max((layer.sliding_window for layer in layers), default=0) + 2 * block_size
         if cache_bytes(layers, format, widest, block_size) <= memory:
             return None
+    if raw_bytes(layers, format) > memory:
+        return 0
     low, high = 0, memory // block_size + 1  # pages; every token takes at least one byte
     while high - low > 1:
         middle = (low + high) // 2

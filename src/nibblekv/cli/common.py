@@ -40,7 +40,7 @@ JsonOption = Annotated[
 ModelOption = Annotated[
     str, typer.Option("--model", "-m", help=f"One of {', '.join(DEMO_MODELS)}, a model folder, a .gguf file or a hub name.")
 ]
-FORMATS_HELP = f"Comma-separated: none, {', '.join(FORMATS)}, two as K/V, hf-quanto, hf-hqq."
+FORMATS_HELP = f"Comma-separated: none, {', '.join(FORMATS)}, two as K/V, int4+w32s4 (window, sinks), hf-quanto, hf-hqq."
 
 
 def user_errors(command: Callable[..., None]) -> Callable[..., None]:

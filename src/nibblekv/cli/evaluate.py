@@ -54,7 +54,8 @@ def evaluate_formats(
 ) -> None:
     """Compare formats with the unquantized cache: perplexity, KL, top-1, copying, greedy text.
 
-    Every key and value that attention reads is its stored, quantized version, the prompt's own included.
+    Every key and value that attention reads is its stored, quantized version, the prompt's own included, but for those in a
+    format's window and sinks (`int4+w32s4`).
     """
     names = split_list(formats)
     for name in names:
