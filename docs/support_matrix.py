@@ -34,6 +34,12 @@ ATTENTION: dict[str, dict[str, Any]] = {
     "query-query bias": {"qq_bias": torch.zeros(4, 4)},
     "multimodal prefix": {"mm_prefix_ranges": RANGES},
     "multimodal prefix, clamped window": {"mm_prefix_ranges": RANGES, "sliding_window": 64, "mm_prefix_clamp": True},
+    "raw window and sinks": {
+        "raw_key": torch.zeros(2, 36, 2, 128),
+        "raw_value": torch.zeros(2, 36, 2, 128),
+        "raw_window": 32,
+        "raw_sinks": 4,
+    },
     "static FP8 output": {"output_scale": ONE},
     "batch invariant": {"batch_invariant": True},
 }

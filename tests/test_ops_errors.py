@@ -44,6 +44,11 @@ def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.ones(shape, dtype=dtype, device="meta")
 
 
+def raw_rows(rows: int) -> dict:
+    """Return raw rows of two sequences, all of them sinks."""
+    return {"raw_key": torch.ones(2, rows, 2, 64), "raw_value": torch.ones(2, rows, 2, 32), "raw_sinks": rows}
+
+
 def strided(*shape: int) -> torch.Tensor:
     return torch.ones(*shape[:-1], 2 * shape[-1])[..., ::2]
 
@@ -166,6 +171,35 @@ READ_ERRORS = [
         {"rswa_prefix_lens": torch.ones(2), "rswa_window": 4},
         TypeError,
         "rswa_prefix_lens: expected a tensor of int, got torch.float32",
+    ),
+    ({"raw_window": -1}, ValueError, "raw_window, raw_sinks: expected 0 (none) or more, got -1 and 0"),
+    ({"raw_window": 4}, ValueError, "raw_key, raw_value: expected both together with a raw_window or raw_sinks"),
+    ({"raw_key": torch.ones(2, 8, 2, 64)}, ValueError, "raw_key, raw_value: expected both together"),
+    (
+        {"raw_key": torch.ones(2, 8, 2, 64), "raw_value": torch.ones(2, 8, 2, 32)},
+        ValueError,
+        "raw_key, raw_value: expected both together with a raw_window or raw_sinks, got True, True, 0 and 0",
+    ),
+    ({**raw_rows(4), "raw_key": torch.ones(3, 4, 2, 64)}, ValueError, "raw_key: expected shape [2, N, H, D], got [3, 4"),
+    ({**raw_rows(4), "raw_key": torch.ones(2, 4, 4, 64)}, ValueError, "raw_key: expected shape (2, 4, 2, 64), got (2, 4, 4"),
+    (
+        {**raw_rows(4), "raw_value": torch.ones(2, 5, 2, 32)},
+        ValueError,
+        "raw_value: expected shape (2, 4, 2, 32)",
+    ),
+    ({**raw_rows(4), "raw_value": strided(2, 4, 2, 32)}, ValueError, "raw_value: expected a contiguous last dimension"),
+    ({**raw_rows(4), "raw_key": torch.ones(2, 4, 2, 64).double()}, TypeError, "raw_key: expected one of torch.float16"),
+    ({**raw_rows(4), "raw_value": torch.ones(2, 4, 2, 32).half()}, TypeError, "raw_value: expected the dtype of raw_key"),
+    ({**raw_rows(4), "raw_key": meta(2, 4, 2, 64)}, ValueError, "raw_key: expected device cpu, got meta"),
+    (
+        {**raw_rows(4), "raw_window": 4},
+        ValueError,
+        "raw_key: expected at least raw_sinks + 5 = 9 rows for queries of 2 tokens, got 4",
+    ),
+    (
+        {**raw_rows(4), "raw_window": 2, "raw_sinks": 2},
+        ValueError,
+        "raw_key: expected at least raw_sinks + 3 = 5 rows for queries of 2 tokens, got 4",
     ),
     ({"alibi_sqrt": True}, ValueError, "alibi_sqrt: expected alibi_slopes with it, got None"),
     ({"mm_prefix_clamp": True}, ValueError, "mm_prefix_clamp: expected mm_prefix_ranges with it, got None"),

@@ -7,7 +7,6 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-
 from oracle import attend as oracle_attend
 
 from nibblekv import AttentionOptions, KVCacheLayout, dequantize, quantize

@@ -767,7 +767,8 @@ def test_window_of_any_dtype_is_counted_in_bytes(dtype):
     model = build("llama").to(dtype)
     ids, mask = prompt(2, 64, LEFT_PADS)
     want = forward(model, ids, mask, DynamicCache())[:, 60:]
-    plain, cache = (attached(model, "int4", max_tokens=192, strict=True, **kept) for kept in ({}, {"window": 80, "sinks": 2}))
+    forms = ({}, {"window": 80, "sinks": 2})
+    plain, cache = (attached(model, "int4", max_tokens=192, strict=True, **kept) for kept in forms)
     for first, end in ((0, 60), (60, 64)):
         _, got = (forward(model, ids[:, :end], mask[:, :end], c, first) for c in (plain, cache))
     assert_near(got.float(), want.float(), 0.02)  # the window holds everything

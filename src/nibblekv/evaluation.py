@@ -1,7 +1,8 @@
 """Measure what a cache format costs a real model: perplexity, divergence from the unquantized cache, copying, greedy text.
 
 Teacher-forced: one forward per window and format, in which every key and value that attention reads is the stored one
-(`strict`), but for those that a format with a window and sinks reads unquantized (`int4+w32s4`). The reference is the same model in the same dtype with an unquantized cache. Per scored position,
+(`strict`), but for those that a format with a window and sinks reads unquantized (`int4+w32s4`). The reference is the same
+model in the same dtype with an unquantized cache. Per scored position,
 KL = sum_t p_ref(t) ln(p_ref(t) / p_format(t)) over the vocabulary, in nats.
 """
 

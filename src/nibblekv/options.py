@@ -110,9 +110,7 @@ class AttentionOptions:
         if self.mm_prefix_clamp and self.mm_prefix_ranges is None:
             raise ValueError("mm_prefix_clamp: expected mm_prefix_ranges with it, got None")
         if min(self.raw_window, self.raw_sinks) < 0:
-            raise ValueError(
-                f"raw_window, raw_sinks: expected 0 (none) or more, got {self.raw_window} and {self.raw_sinks}"
-            )
+            raise ValueError(f"raw_window, raw_sinks: expected 0 (none) or more, got {self.raw_window} and {self.raw_sinks}")
         if not (self.raw_key is None) == (self.raw_value is None) == (self.raw_window == self.raw_sinks == 0):
             raise ValueError(
                 "raw_key, raw_value: expected both together with a raw_window or raw_sinks, got "

@@ -33,7 +33,8 @@ def check_format(format: str) -> None:
         try:
             split_format(format)
         except ValueError as error:
-            raise ValueError(f"{error}; also none, {', '.join(PEERS)}, two formats as K/V, and a window and sinks as int4+w32s4") from error
+            others = f"also none, {', '.join(PEERS)}, two formats as K/V, and a window and sinks as int4+w32s4"
+            raise ValueError(f"{error}; {others}") from error
 
 
 @contextlib.contextmanager

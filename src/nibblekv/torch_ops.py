@@ -103,6 +103,10 @@ def paged_attention_out(
     qq_bias: torch.Tensor | None = None,
     mm_prefix_ranges: torch.Tensor | None = None,
     mm_prefix_clamp: bool = False,
+    raw_key: torch.Tensor | None = None,
+    raw_value: torch.Tensor | None = None,
+    raw_window: int = 0,
+    raw_sinks: int = 0,
     output_scale: torch.Tensor | None = None,
     batch_invariant: bool = False,
     backend: str = "auto",
@@ -114,7 +118,8 @@ def paged_attention_out(
         out=out, return_lse=lse is not None, backend=backend, causal=causal if causal_mask is None else causal_mask,
         sliding_window=sliding_window, chunk_lookback=chunk_lookback, rswa_prefix_lens=rswa_prefix_lens,
         rswa_window=rswa_window, softcap=softcap, alibi_slopes=alibi_slopes, alibi_sqrt=alibi_sqrt, sinks=sinks,
-        qq_bias=qq_bias, mm_prefix_ranges=mm_prefix_ranges, mm_prefix_clamp=mm_prefix_clamp, output_scale=output_scale,
+        qq_bias=qq_bias, mm_prefix_ranges=mm_prefix_ranges, mm_prefix_clamp=mm_prefix_clamp, raw_key=raw_key,
+        raw_value=raw_value, raw_window=raw_window, raw_sinks=raw_sinks, output_scale=output_scale,
         batch_invariant=batch_invariant,
     )  # fmt: skip
     if lse is not None:

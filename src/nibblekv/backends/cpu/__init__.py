@@ -210,7 +210,7 @@ def _attend(
             key.data_ptr(), value.data_ptr(), key.stride(0) * k_size, key.stride(1) * k_size, value.stride(0) * v_size,
             value.stride(1) * v_size, DTYPES[key.dtype], DTYPES[value.dtype],
         )  # fmt: skip
-    kept = (0,) * 12
+    kept: tuple[int, ...] = (0,) * 12
     if options.raw_key is not None and options.raw_value is not None:
         raw_size = options.raw_key.element_size()
         strides = (stride * raw_size for raw in (options.raw_key, options.raw_value) for stride in raw.stride()[:3])
