@@ -34,8 +34,10 @@ def supports(layout: KVCacheLayout, options: AttentionOptions | None, device: to
         return None if _interpreting() else "its kernels need a GPU, the tensors are on the CPU"
     if device.type != "cuda":
         return f"its kernels need a GPU, the tensors are on {device}"
-    if torch.version.hip is None and torch.cuda.get_device_capability(device) < OLDEST_CAPABILITY:
-        return f"compute capability {OLDEST_CAPABILITY} or newer needed, got {torch.cuda.get_device_capability(device)}"
+    if torch.cuda.is_available() and torch.version.hip is None:
+        capability = torch.cuda.get_device_capability(device)
+        if capability < OLDEST_CAPABILITY:
+            return f"compute capability {OLDEST_CAPABILITY} or newer needed, got {capability}"
     return None
 
 
