@@ -339,3 +339,59 @@ def test_refuses_other_devices_and_instruction_sets():
     assert "cuda" in str(cpu.supports(layout, None, torch.device("cuda")))
     with pytest.raises(ValueError, match="'sse'"):
         _library.use_instruction_set("sse")
+
+
+# --- raw window and sinks ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
+@pytest.mark.parametrize("raw_chunk", [False, True], ids=["stored", "raw"])
+def test_raw_rows_with_every_option(instruction_set: str, options: dict, raw_chunk: bool):
+    """Catches a score of a raw row that lacks what a packed one gets: softcap, slopes, biases by position."""
+    layout = KVCacheLayout.create("int4", num_kv_heads=2, head_size=64)
+    batch = Batch.make(layout, SEQ_LENS, QUERY_LENS, 6, seed=1)
+    own = {"key": batch.key, "value": batch.value} if raw_chunk else {}
+    assert_equals_reference(batch, **own, **batch.raw(6, 3), **options)
+
+
+@pytest.mark.parametrize(("window", "sinks"), [(1, 0), (0, 1), (32, 4), (140, 130), (128, 128), (500, 0), (0, 500)])
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 130}, {"causal": False}], ids=str)
+def test_raw_rows_that_cross_tiles(instruction_set: str, window: int, sinks: int, options: dict):
+    """Catches a border between packed and raw that is right inside a tile of 128 tokens, or in one query, and wrong beyond."""
+    layout = KVCacheLayout.create("int4", num_kv_heads=1, head_size=64, block_size=32)
+    batch = Batch.make(layout, [430, 400, 100], [150, 40, 1], 2, seed=3)
+    raw = batch.raw(window, sinks, dtype=torch.bfloat16 if window else torch.float16)
+    assert_equals_reference(batch, **raw, **options)
+    assert_equals_reference(batch, key=batch.key, value=batch.value, **raw, **options)
+
+
+@pytest.mark.parametrize("format", list(FORMATS))
+@pytest.mark.parametrize(("head_size", "head_size_v"), [(40, 80), (128, 128), (192, 128), (256, 512)])
+def test_raw_rows_beside_every_format(instruction_set: str, format: str, head_size: int, head_size_v: int):
+    """Catches raw sums that are rotated back or scaled like packed ones, and rows of strided stores read as contiguous."""
+    layout = KVCacheLayout.create(format, num_kv_heads=2, head_size=head_size, head_size_v=head_size_v)
+    batch = Batch.make(layout, [37, 5, 150], [3, 5, 1], 6)
+    raw = batch.raw(16, 4)
+    for name in ("raw_key", "raw_value"):
+        room = torch.full((3, *(n + 3 for n in raw[name].shape[1:])), torch.nan)
+        raw[name] = room[:, 1:-2, 2:-1, :-3].copy_(raw[name])
+    assert_equals_reference(batch, **raw)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_raw_rows_with_splits_over_threads(threads: int):
+    """Catches raw rows counted once per split."""
+    layout = KVCacheLayout.create("int4", num_kv_heads=1, head_size=64)
+    batch = Batch.make(layout, [3000, 700, 20], [1, 3, 1], 2)
+    torch.set_num_threads(threads)
+    raw = batch.raw(32, 4)
+    assert_equals_reference(batch, **raw)
+    assert_equals_reference(batch, key=batch.key, value=batch.value, sinks=torch.tensor([0.5, 4.0]), **raw)
+
+
+@pytest.mark.parametrize("context", [0, 45, 2])
+def test_prefill_through_torch_after_raw_rows(context: int):
+    """Catches raw rows of earlier tokens forgotten where torch attends a chunk to itself."""
+    layout = KVCacheLayout.create("int4", num_kv_heads=2, head_size=64)
+    batch = Batch.make(layout, [cpu.TORCH_QUERIES + context, 40 + context, 9], [cpu.TORCH_QUERIES, 40, 0], 4)
+    assert_equals_reference(batch, key=batch.key, value=batch.value, **batch.raw(16, 4))
