@@ -190,6 +190,9 @@ class Machine:
         if random.random() < 0.25:
             raw["key"] = self._tensor(random, total, layout.num_kv_heads, layout.head_size, self.key_size)
             raw["value"] = self._tensor(random, total, layout.num_kv_heads, layout.head_size_v, self.value_size)
+        kept: list[tuple[torch.Tensor, torch.Tensor]] | None = None
+        if random.random() < 0.25:
+            kept = self._raw_rows(random, chosen, max(query_lens), options)
         opts = AttentionOptions(**options)
         if self._refuses(opts):
             return
@@ -201,12 +204,14 @@ class Machine:
             keys, values = self._stored(sequence)
             if raw and query_lens[b]:
                 own = slice(int(starts[b]), int(starts[b + 1]))
-                keys[-query_lens[b] :], values[-query_lens[b] :] = raw["key"][own].float(), raw["value"][own].float()
+                for pair in [(keys, values)] if kept is None else [(keys, values), kept[b]]:
+                    for part, name in zip(pair, ("key", "value"), strict=True):
+                        part[-query_lens[b] :] = raw[name][own].float()
             rows.append((keys, values))
-        expected, expected_lse = attend(query, rows, starts.tolist(), opts)
+        expected, expected_lse = attend(query, rows, starts.tolist(), opts, kept)
         tolerance = TOLERANCE.get(self.backend, DEFAULT_TOLERANCE)
         scale = 1.0 if opts.output_scale is None else float(opts.output_scale)
-        size = max((float(v.nan_to_num(0).abs().max()) for _, v in rows if len(v)), default=0.0) / scale
+        size = max((float(v.nan_to_num(0).abs().max()) for _, v in rows + (kept or []) if len(v)), default=0.0) / scale
         compare("out", got[0].double(), expected, tolerance * size, dtype)
         whole = ~expected.isnan().any(-1)  # a row that a NaN value made NaN may or may not have a log-sum-exp
         compare("lse", got[1].double()[whole], expected_lse[whole], 10 * tolerance, torch.float32)
@@ -230,6 +235,31 @@ class Machine:
         size = self.layout.block_size
         rows = [self.rows[sequence.pages[i // size] * size + i % size] for i in range(sequence.length)]
         return torch.stack([key for key, _ in rows]), torch.stack([value for _, value in rows])
+
+    def _raw_rows(
+        self, random: Random, chosen: list, max_query_len: int, options: dict
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Add a raw window and sinks to the options; return each sequence's raw (key, value), float32, at every position.
+
+        They have nothing to do with the stored rows. Rows that the rule does not name are NaN.
+        """
+        window, sinks = random.choice([(0, 3), (1, 0), (random.randint(1, 20), random.randint(0, 5))])
+        ring = window + max(max_query_len - 1, 0) + random.randint(0, 4) if window else 0
+        rows = []
+        for name, head_size, size in (
+            ("raw_key", self.layout.head_size, self.key_size),
+            ("raw_value", self.layout.head_size_v, self.value_size),
+        ):
+            of_sequences = [self._tensor(random, s.length, self.layout.num_kv_heads, head_size, size) for s in chosen]
+            shape = (len(chosen), sinks + ring, self.layout.num_kv_heads, head_size)
+            options[name] = torch.full(shape, torch.nan, dtype=self.dtype)
+            for b, tensor in enumerate(of_sequences):
+                for p in range(len(tensor)):
+                    if p < sinks or p >= len(tensor) - ring:
+                        options[name][b, p if p < sinks else sinks + (p - sinks) % ring] = tensor[p]
+            rows.append([tensor.float().clone() for tensor in of_sequences])
+        options["raw_window"], options["raw_sinks"] = window, sinks
+        return list(zip(*rows, strict=True))
 
     def _options(self, random: Random, seqs: int, heads: int, queries: int) -> dict:
         gen = torch.Generator().manual_seed(random.getrandbits(40))

@@ -357,7 +357,7 @@ def test_raw_rows_with_every_option(instruction_set: str, options: dict, raw_chu
 @pytest.mark.parametrize(("window", "sinks"), [(1, 0), (0, 1), (32, 4), (140, 130), (128, 128), (500, 0), (0, 500)])
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 130}, {"causal": False}], ids=str)
 def test_raw_rows_that_cross_tiles(instruction_set: str, window: int, sinks: int, options: dict):
-    """Catches a border between packed and raw that is right inside a tile of 128 tokens, or in one query, and wrong beyond."""
+    """Catches a border between packed and raw that is right in a tile or in one query, and wrong beyond."""
     layout = KVCacheLayout.create("int4", num_kv_heads=1, head_size=64, block_size=32)
     batch = Batch.make(layout, [430, 400, 100], [150, 40, 1], 2, seed=3)
     raw = batch.raw(window, sinks, dtype=torch.bfloat16 if window else torch.float16)
