@@ -356,14 +356,19 @@ class PagedKVCache:
             As `nibblekv.paged_attention`.
         """
         kv_cache, layout = self.kv_caches[layer], self.layouts[layer]
-        kind = (layer, query.shape, query.dtype, query.device, len(step.seq_ids), *options.items())
-        if self._raw_rows:
-            raw, reads_own = self._raw_of_step(step, layer, key, value, strict)
+        # Rows that attention reads in place are the same tensors in every call of a kind.
+        in_place = bool(self._raw_rows) and isinstance(step.rows, slice) and not self._overwrites(step)
+        first_row = step.rows.start if in_place and isinstance(step.rows, slice) else -1
+        kind = (layer, query.shape, query.dtype, query.device, len(step.seq_ids), first_row, *options.items())
+        if strict:
+            own_key, own_value = None, None
         else:
-            raw, reads_own = {}, not strict
-        if not reads_own:
-            key = value = None
-        checked = self._checked.get(kind) if key is None and value is None else None
+            own_key, own_value = key, value
+        reads_own = own_key is not None or own_value is not None
+        checked = None if reads_own else self._checked.get(kind)
+        raw: dict[str, Any] = {}
+        if self._raw_rows and (checked is None or not in_place):
+            raw = self._raw_of_step(step, layer, key, value, strict)
         if checked is not None and query.shape[0] == step.slot_mapping.shape[0]:
             backend_attend, attention_options = checked
             if raw:
@@ -381,8 +386,8 @@ class PagedKVCache:
             step.seq_lens,
             step.query_start_loc,
             layout,
-            key=key,
-            value=value,
+            key=own_key,
+            value=own_value,
             max_query_len=step.max_query_len,
             max_seq_len=step.max_seq_len,
             backend=self.backend,
@@ -393,8 +398,9 @@ class PagedKVCache:
             scale = options.pop("softmax_scale", None)
             attention_options = AttentionOptions(layout.head_size**-0.5 if scale is None else scale, **raw, **options)
             module = select_backend(self.backend, layout, attention_options, query.device)
-            plain = dataclasses.replace(attention_options, raw_key=None, raw_value=None)
-            self._remember(kind, (module.paged_attention, plain))
+            if raw and not in_place:  # hold no rows that no call will read again
+                attention_options = dataclasses.replace(attention_options, raw_key=None, raw_value=None)
+            self._remember(kind, (module.paged_attention, attention_options))
         return result
 
     def gather(self, seq_id: int, layer: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -414,6 +420,7 @@ class PagedKVCache:
         """Make room for the unquantized tokens of that many sequence rows."""
         if not self._raw_rows or capacity <= self._raw_capacity:
             return
+        self._checked.clear()  # calls that read the smaller store
         kept = self._raw_capacity
         self._raw_capacity = max(capacity, kept + kept // 8)  # else adding n sequences one by one copies n ** 2 / 2
         for layer, layout in enumerate(self.layouts):
@@ -467,8 +474,8 @@ class PagedKVCache:
 
     def _raw_of_step(
         self, step: CacheStep, layer: int, key: torch.Tensor | None, value: torch.Tensor | None, strict: bool
-    ) -> tuple[dict[str, Any], bool]:
-        """Return the options that make attention read unquantized tokens, and whether it also gets key and value."""
+    ) -> dict[str, Any]:
+        """Return the options that make attention read unquantized tokens."""
         kept_key, kept_value = (kept[step.rows] for kept in self._raw[layer])
         if self._overwrites(step):
             if key is None or value is None:
@@ -490,8 +497,7 @@ class PagedKVCache:
                 kept_value = self._long_ring(step, kept_value, old_value, value)
             else:
                 kept_key, kept_value = old_key, old_value
-        raw = {"raw_key": kept_key, "raw_value": kept_value, "raw_window": self.window, "raw_sinks": self.sinks}
-        return raw, not strict
+        return {"raw_key": kept_key, "raw_value": kept_value, "raw_window": self.window, "raw_sinks": self.sinks}
 
     def _long_ring(self, step: CacheStep, kept: torch.Tensor, old: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
         """Return rows as in the store, with a ring that holds the window before a step and all of its tokens.

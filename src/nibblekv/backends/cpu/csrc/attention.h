@@ -109,23 +109,26 @@ struct Context {  // of one item
   bool visible(int64_t r, int64_t first, int64_t n, Form form, Bits* bits) const {
     *bits = Bits{};
     bool any = false;
-    const int64_t q = position(r), window = a.raw_window > 0 ? q - a.raw_window + 1 : seq_len;
-    auto add = [&](int64_t from, int64_t to) {
-      from = max64(from - first, 0);
-      to = min64(to - first, n);
-      if (from >= to) return;
-      any = true;
-      for (int64_t i = from / 64; i <= (to - 1) / 64; ++i) {
-        const int64_t low = max64(from - 64 * i, 0), high = min64(to - 64 * i, 64);
-        bits->word[i] |= (~0ULL >> (64 - (high - low))) << low;
-      }
+    const int64_t q = position(r), all = seq_len, window = a.raw_window > 0 ? q - a.raw_window + 1 : all;
+    auto add = [&](int64_t low, int64_t high) {
+      ranges(q, [&](int64_t from, int64_t to) {
+        from = max64(max64(from, low) - first, 0);
+        to = min64(min64(to, high) - first, n);
+        if (from >= to) return;
+        any = true;
+        for (int64_t i = from / 64; i <= (to - 1) / 64; ++i) {
+          const int64_t begin = max64(from - 64 * i, 0), end = min64(to - 64 * i, 64);
+          bits->word[i] |= (~0ULL >> (64 - (end - begin))) << begin;
+        }
+      });
     };
-    ranges(q, [&](int64_t from, int64_t to) {
-      if (form == Form::kAny || !ring) return add(from, to);
-      if (form == Form::kPacked) return add(max64(from, a.raw_sinks), min64(to, window));
-      add(from, min64(to, a.raw_sinks));
-      add(max64(from, window), to);
-    });
+    if (form == Form::kRaw) {
+      add(0, a.raw_sinks);
+      add(window, all);
+    } else {
+      const bool packed = ring && form == Form::kPacked;
+      add(packed ? a.raw_sinks : 0, packed ? window : all);
+    }
     return any;
   }
 };
@@ -471,29 +474,48 @@ static void attend_raw(Context& c, int64_t first, int64_t n, bool own, const Bit
   Workspace& w = c.w;
   const int64_t padded = (n + 15) / 16 * 16, size = c.g.k.head_size, size_v = c.g.v.head_size;
   float sums[kMaxRows];
-  for (int64_t t = 0; t < padded; ++t) {
-    float row[kMaxHeadSize];
-    float* value = w.values + t * c.value_width;
-    w.k_scale[t] = w.v_scale[t] = 1.0f;
-    w.k_bias[t] = w.v_bias[t] = 0.0f;
-    if (t >= n) {
-      for (int64_t d = 0; d < size; ++d) w.keys[d * kTile + t] = 0;
-      memset(value, 0, size_v * sizeof(float));
-      continue;
+  auto place = [&](int64_t t) {
+    const int64_t at = first + t;
+    if (own) return at + c.begin - c.context_len;
+    return at < a.raw_sinks ? at : a.raw_sinks + (at - a.raw_sinks) % a.raw_ring;
+  };
+  // Rows of one head lie too far apart for the machine's own prefetching.
+  const int64_t key_bytes = size * (key_dtype == kFloat32 ? 4 : 2), value_bytes = size_v * (value_dtype == kFloat32 ? 4 : 2);
+  for (int64_t t = 0; t < n; ++t) {
+    const int64_t at = place(t);
+    for (int64_t i = 0; i < key_bytes; i += 64) __builtin_prefetch(keys + at * key_stride + i);
+    for (int64_t i = 0; i < value_bytes; i += 64) __builtin_prefetch(values + at * value_stride + i);
+  }
+  for (int64_t group = 0; group < padded; group += 16) {
+    alignas(64) float rows[16][kMaxHeadSize];
+    for (int64_t i = 0; i < 16; ++i) {
+      const int64_t t = group + i;
+      float* value = w.values + t * c.value_width;
+      w.k_scale[t] = w.v_scale[t] = 1.0f;
+      w.k_bias[t] = w.v_bias[t] = 0.0f;
+      if (t >= n) {
+        memset(rows[i], 0, size * sizeof(float));
+        memset(value, 0, c.value_width * sizeof(float));
+        continue;
+      }
+      const int64_t at = place(t);
+      load_row(key_dtype, keys + at * key_stride, size, rows[i]);
+      load_row(value_dtype, values + at * value_stride, size_v, value);
+      for (int64_t d = size_v; d < c.value_width; ++d) value[d] = 0.0f;
+      v16 check = (v16){};
+      for (int64_t d = 0; d < c.value_width; d += 16) check += load16(value + d) * splat(0.0f);
+      if (any_nan(check)) {
+        w.k_bias[t] = NAN;
+        memset(value, 0, size_v * sizeof(float));
+      }
     }
-    int64_t at = first + t;
-    if (own)
-      at += c.begin - c.context_len;
-    else if (at >= a.raw_sinks)
-      at = a.raw_sinks + (at - a.raw_sinks) % a.raw_ring;
-    load_row(key_dtype, keys + at * key_stride, size, row);
-    for (int64_t d = 0; d < size; ++d) w.keys[d * kTile + t] = row[d];
-    load_row(value_dtype, values + at * value_stride, size_v, value);
-    float check = 0;
-    for (int64_t d = 0; d < size_v; ++d) check += value[d] * 0.0f;
-    if (check != check) {
-      w.k_bias[t] = NAN;
-      memset(value, 0, size_v * sizeof(float));
+    // Whole lines of `keys`: they lie 512 bytes apart, in so few sets of the cache that single stores evict one another.
+    for (int64_t d = 0; d < size; d += 16) {
+      v16 x[16];
+#pragma GCC unroll 16
+      for (int i = 0; i < 16; ++i) x[i] = load16(rows[i] + d);
+      transpose16(x);
+      for (int64_t k = 0; k < min64(16, size - d); ++k) store16(w.keys + (d + k) * kTile + group, x[k]);
     }
   }
   memcpy(sums, c.sum, sizeof sums);

@@ -6,11 +6,12 @@ namespace NKV_ISA {
 
 constexpr int kFloatVectors = NKV_AVX512 ? 4 : 1;  // vectors of 16 beside 4 rows that fit the register file
 
-// 16 rows of 16 bytes -> 16 columns.
-NKV_INLINE void transpose_bytes(b16* x) {
+// 16 rows of 16 bytes or floats -> 16 columns.
+template <typename V>
+NKV_INLINE void transpose16(V* x) {
 #pragma GCC unroll 4
   for (int stage = 0; stage < 4; ++stage) {
-    b16 y[16];
+    V y[16];
 #pragma GCC unroll 8
     for (int i = 0; i < 8; ++i) {
       y[2 * i] = NKV_SHUFFLE(x[i], x[i + 8], 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
@@ -34,7 +35,7 @@ static void decode_keys(const Side& side, const uint8_t* rows, int64_t stride, c
         memcpy(&x[i], rows + i * stride + j, n);
       }
     }
-    transpose_bytes(x);
+    transpose16(x);
     for (int64_t k = 0; k < n; ++k) {
       uint8_t b[16];
       memcpy(b, &x[k], 16);
