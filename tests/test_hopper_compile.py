@@ -107,7 +107,7 @@ def test_plan_is_one_wave_and_splits_no_tile(num_seqs, num_kv_heads, max_seq_len
     ],
 )
 def test_supports_names_the_reason(layout, options, dtype, heads, word, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(launch, "_capability", lambda device: (9, 0))
     made = KVCacheLayout.create("int4", **{"num_kv_heads": 2, "head_size": 128, **layout})
     reason = launch.supports(made, AttentionOptions(0.1, **options), dtype, 1, torch.device("cuda"), heads, made.allocate(3))
     assert reason is None if word is None else word in reason

@@ -20,9 +20,11 @@ HOPPER = (9, 0)
 
 def unavailable_reason() -> str | None:
     """Return why Triton kernels cannot run on this machine, or None."""
+    if _has_gpu():
+        return None
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed"
-    if torch.cuda.is_available() or _interpreting():
+    if _interpreting():
         return None
     return "no CUDA or ROCm GPU is visible to torch (TRITON_INTERPRET=1 runs the kernels, slowly, on a CPU)"
 
@@ -107,6 +109,12 @@ def _hopper_serves(
     from nibblekv.backends.triton import hopper
 
     return hopper.supports(layout, options, query.dtype, max_query_len, query.device, query.shape[1], kv_cache) is None
+
+
+# Asking torch for GPUs takes longer than a launch.
+@functools.cache
+def _has_gpu() -> bool:
+    return importlib.util.find_spec("triton") is not None and torch.cuda.is_available()
 
 
 # Properties of a device take 3 us to ask for, more than a launch.

@@ -37,7 +37,7 @@ from nibblekv.backends.triton.codec import (
     unpack_streams,
 )
 from nibblekv.backends.triton.geometry import geometry
-from nibblekv.backends.triton.launch import launch
+from nibblekv.backends.triton.launch import cdiv, launch, next_power_of_2
 from nibblekv.backends.triton.rotation import rotate_rows
 from nibblekv.layout import KVCacheLayout
 from nibblekv.options import AttentionOptions
@@ -521,6 +521,7 @@ def _is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9
 
 
+@functools.lru_cache(maxsize=4096)
 def choose_config(
     layout: KVCacheLayout, num_seqs: int, num_query_heads: int, max_query_len: int, max_seq_len: int, invariant: bool,
     device: torch.device,
@@ -548,10 +549,10 @@ def choose_config(
     # Page numbers and codes are loaded in turn, so five stages prefetch codes two tiles ahead. AMD has 64 KiB for them.
     stages = (5 if widest <= 128 else 3) if rotation.uses_nvidia_assembly() else 2
     if invariant:
-        return Config(block_m, tile, num_warps, stages, triton.cdiv(max_seq_len, INVARIANT_SPLIT), INVARIANT_SPLIT)
-    programs = num_seqs * layout.num_kv_heads * triton.cdiv(group * max_query_len, block_m)
+        return Config(block_m, tile, num_warps, stages, cdiv(max_seq_len, INVARIANT_SPLIT), INVARIANT_SPLIT)
+    programs = num_seqs * layout.num_kv_heads * cdiv(group * max_query_len, block_m)
     wanted = SPLIT_WAVES * multiprocessors(device) // programs
-    num_splits = max(1, min(wanted, triton.cdiv(max_seq_len, tile), MAX_SPLITS))
+    num_splits = max(1, min(wanted, cdiv(max_seq_len, tile), MAX_SPLITS))
     return Config(block_m, tile, num_warps, stages, num_splits, 0)
 
 
@@ -588,7 +589,7 @@ def attend(
     final = num_splits == 1 and config.split_tokens == 0 and raw is None
     places = geometry(layout, kv_cache)
     group = num_query_heads // layout.num_kv_heads
-    num_q_tiles = triton.cdiv(max_query_len * group, config.block_m)
+    num_q_tiles = cdiv(max_query_len * group, config.block_m)
     size_v = rotation.padded(layout.head_size_v)
     plain_mask = options.sliding_window == 0 and options.rswa_prefix_lens is None and options.chunk_lookback < 0
     plain_mask = plain_mask and options.mm_prefix_ranges is None
@@ -673,10 +674,10 @@ def combine(
     matrix = None
     if fmt.rotation != "none":
         matrix = rotation.matrix(fmt.rotation, layout.head_size_v, True, torch.bfloat16, out.device)
-    at_once = max(1, min(triton.next_power_of_2(num_splits), 8192 // (rows * size)))
+    at_once = max(1, min(next_power_of_2(num_splits), 8192 // (rows * size)))
     launch(
         combine_kernel,
-        (triton.cdiv(num_rows, rows),),
+        (cdiv(num_rows, rows),),
         (
             partial, partial_lse, matrix, None if raw is None else raw.rows, None if raw is None else raw.lse, out, lse,
             sinks, output_scale,

@@ -46,7 +46,7 @@ from nibblekv.backends.triton.codec import (
     unpack_streams,
 )
 from nibblekv.backends.triton.geometry import geometry
-from nibblekv.backends.triton.launch import launch
+from nibblekv.backends.triton.launch import cdiv, launch, next_power_of_2
 from nibblekv.layout import KVCacheLayout
 from nibblekv.options import AttentionOptions
 
@@ -415,7 +415,7 @@ def _dequantize(
     tile = 64
     launch(
         dequantize_kernel,
-        (triton.cdiv(num_tokens, tile), num_heads),
+        (cdiv(num_tokens, tile), num_heads),
         (kv_cache.view(words), kv_cache.view(torch.int32), table, dense),
         (*(places.v_codes if of_value else places.k_codes), *(places.v_words if of_value else places.k_words), gain),
         (first_token, num_tokens, first_head),
@@ -441,11 +441,11 @@ def _attend_dense(
     widest = max(rotation.padded(head_size), rotation.padded(head_size_v))
     wide_type = query.dtype == torch.float32
     block_m = 64 if widest <= 128 and wide_type else (128 if widest <= 128 else (64 if widest <= 256 else 32))
-    block_m = max(16, min(block_m, triton.next_power_of_2(max_query_len * dense.group)))
+    block_m = max(16, min(block_m, next_power_of_2(max_query_len * dense.group)))
     if options.batch_invariant:
-        block_m = max(16, triton.next_power_of_2(dense.group))
+        block_m = max(16, next_power_of_2(dense.group))
     tile = 64 if widest <= 256 and not wide_type else 32
-    num_q_tiles = triton.cdiv(max_query_len * dense.group, block_m)
+    num_q_tiles = cdiv(max_query_len * dense.group, block_m)
     own = dense.first is None
     num_seqs = seq_lens.shape[0] if own else 1
     causal, ranges, qq_bias = options.causal, options.mm_prefix_ranges, options.qq_bias
