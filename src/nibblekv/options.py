@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -40,6 +41,8 @@ class AttentionOptions:
         mm_prefix_clamp: see above.
         output_scale: [1] float32; the output is out / output_scale, saturated to float8_e4m3fn.
         batch_invariant: bitwise the same row whatever else is in the batch.
+        host_lengths: (query_start_loc, seq_lens) as integers, where the host knows them: a GPU call with raw keys behind
+            stored ones then waits for nothing. In a CUDA graph they hold for every replay.
     """
 
     softmax_scale: float
@@ -57,6 +60,7 @@ class AttentionOptions:
     mm_prefix_clamp: bool = False
     output_scale: torch.Tensor | None = None
     batch_invariant: bool = False
+    host_lengths: tuple[Sequence[int], Sequence[int]] | None = None
 
     @property
     def chunk_size(self) -> int:
@@ -86,6 +90,10 @@ class AttentionOptions:
             raise ValueError("rswa_window: expected no chunk_lookback beside it")
         if self.alibi_sqrt and self.alibi_slopes is None:
             raise ValueError("alibi_sqrt: expected alibi_slopes with it, got None")
+        if self.host_lengths is not None:
+            sizes = [len(lengths) for lengths in self.host_lengths]
+            if sizes != [num_seqs + 1, num_seqs]:
+                raise ValueError(f"host_lengths: expected {num_seqs + 1} starts and {num_seqs} lengths, got {sizes}")
         if self.mm_prefix_clamp and self.mm_prefix_ranges is None:
             raise ValueError("mm_prefix_clamp: expected mm_prefix_ranges with it, got None")
         for name, kind, shape in (

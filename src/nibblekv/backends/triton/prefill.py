@@ -16,6 +16,7 @@ import importlib.util
 import itertools
 import math
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -226,19 +227,24 @@ def attend(
 ) -> None:
     """Attend queries to their raw keys and values and to the stored ones before them.
 
-    Host lengths decide what is launched for long queries: they are read back once per call, unless one sequence without a
-    prefix makes them known, or the stream is being captured (then packed pages are read, whatever the length).
+    Host lengths decide what is launched for long queries: they are read back once per call, unless the caller gives them,
+    one sequence without a prefix makes them known, or the stream is being captured (then packed pages are read, whatever
+    the length).
     """
     num_tokens, num_query_heads = query.shape[:2]
     if query.stride(2) != 1:
         query = query.contiguous()
     no_prefix = seq_lens.shape[0] == 1 and max_seq_len <= num_tokens
-    starts = lengths = None
+    starts: Sequence[int] | None = None
+    lengths: Sequence[int] | None = None
     if no_prefix:
         starts, lengths = [0, num_tokens], [num_tokens]
-    elif max_query_len >= LONG_QUERY and not options.batch_invariant and not _is_captured(query.device):
-        starts, lengths = query_start_loc.tolist(), seq_lens.tolist()
-        no_prefix = sum(lengths) == starts[-1]
+    elif max_query_len >= LONG_QUERY and not options.batch_invariant:
+        if options.host_lengths is not None:
+            starts, lengths = options.host_lengths
+        elif not _is_captured(query.device):
+            starts, lengths = query_start_loc.tolist(), seq_lens.tolist()
+        no_prefix = starts is not None and lengths is not None and sum(lengths) == starts[-1]
     library = _library_for(query, key, value, layout, options, starts is not None)
     if no_prefix and (options.sinks is not None or options.output_scale is not None):
         library = None

@@ -13,6 +13,7 @@ from nibblekv.backends.triton.launch import capture_safe, cdiv, launch, next_pow
 from nibblekv.rotation import RotationKind, inverse_gain, rotation_factors, rotation_matrix
 
 
+@functools.cache
 def padded(head_size: int) -> int:
     """Columns that kernels work on: the next power of two, at least 64 (a dot needs 16 columns in each of four streams)."""
     return max(64, next_power_of_2(head_size))
@@ -60,11 +61,13 @@ def matrix(kind: RotationKind, head_size: int, inverse: bool, dtype: torch.dtype
     return copied
 
 
+@functools.cache
 def forward_gain(kind: RotationKind, head_size: int) -> float:
     """Return g of y = g * (x @ matrix(inverse=False))."""
     return head_size**-0.5 if kind == "full" else 1.0
 
 
+@functools.cache
 def backward_gain(kind: RotationKind, head_size: int) -> float:
     """Return g of x = g * (y @ matrix(inverse=True))."""
     return forward_gain(kind, head_size) * inverse_gain(kind, head_size)

@@ -20,7 +20,7 @@ __all__ = ["Plan", "decode", "plan", "supports"]
 HEAD_SIZES = (64, 128, 256)
 ALIGNMENT = 16
 LOG2_E = 1.4426950408889634
-_SERVED = ("softmax_scale", "causal", "sliding_window")
+_SERVED = ("softmax_scale", "causal", "sliding_window", "host_lengths")
 _UNSERVED = tuple((field.name, field.default) for field in fields(AttentionOptions) if field.name not in _SERVED)
 
 
