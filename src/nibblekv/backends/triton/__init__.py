@@ -35,7 +35,7 @@ def supports(layout: KVCacheLayout, options: AttentionOptions | None, device: to
         return None if _interpreting() else "its kernels need a GPU, the tensors are on the CPU"
     if device.type != "cuda":
         return f"its kernels need a GPU, the tensors are on {device}"
-    if torch.version.hip is None and _capability(device) < OLDEST_CAPABILITY:
+    if torch.version.hip is None and _has_gpu() and _capability(device) < OLDEST_CAPABILITY:
         return f"compute capability {OLDEST_CAPABILITY} or newer needed, got {_capability(device)}"
     return None
 
@@ -48,7 +48,7 @@ def reshape_and_cache(
         from nibblekv.backends.triton import hopper
 
         if hopper.write_supports(key, value, layout):
-            hopper.write(key, value, kv_cache, slot_mapping, layout)
+            hopper.write_rows(key, value, kv_cache, slot_mapping, layout)
             return
     from nibblekv.backends.triton import write
 

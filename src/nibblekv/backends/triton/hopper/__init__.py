@@ -2,6 +2,6 @@
 they are made for."""
 
 from nibblekv.backends.triton.hopper.launch import decode, supports
-from nibblekv.backends.triton.hopper.write import write, write_supports
+from nibblekv.backends.triton.hopper.write import write_rows, write_supports
 
-__all__ = ["decode", "supports", "write", "write_supports"]
+__all__ = ["decode", "supports", "write_rows", "write_supports"]

@@ -189,7 +189,7 @@ def write_kernel(
 
 
 def write_supports(key: torch.Tensor, value: torch.Tensor, layout: KVCacheLayout) -> bool:
-    """Return True if `write` serves such rows: 16-bit, 16-byte aligned, both stored as `int4`, of one head size."""
+    """Return True if `write_rows` serves such rows: 16-bit, 16-byte aligned, both stored as `int4`, of one head size."""
     return (
         layout.k_format.name == layout.v_format.name == "int4"
         and layout.head_size == layout.head_size_v
@@ -200,7 +200,7 @@ def write_supports(key: torch.Tensor, value: torch.Tensor, layout: KVCacheLayout
     )
 
 
-def write(
+def write_rows(
     key: torch.Tensor,
     value: torch.Tensor,
     kv_cache: torch.Tensor,
