@@ -41,7 +41,7 @@ lint: $(VENV)/.dev
 test: test-core test-vllm
 
 test-core: $(VENV)/.dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto
 
 test-vllm: $(VLLM_VENV)/.base
 	$(VLLM_BIN)/python -m pytest tests/vllm

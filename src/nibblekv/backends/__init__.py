@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import warnings
 from types import ModuleType
 
 import torch
@@ -48,7 +49,8 @@ def select_backend(name: str, layout: KVCacheLayout, options: AttentionOptions |
 
     Args:
         name: a backend, which is then used or refused and never replaced; or `auto`, the first of `BACKENDS` that is
-            made for the device, available, and supports the layout and options.
+            made for the device, available, and supports the layout and options. One that it passes over is named in a
+            warning, once for each reason.
         options: None for a write.
 
     Raises:
@@ -65,6 +67,13 @@ def select_backend(name: str, layout: KVCacheLayout, options: AttentionOptions |
         if device_types and device.type not in device_types:
             continue
         backend = get_backend(candidate)
-        if (backend.unavailable_reason() or backend.supports(layout, options, device)) is None:
+        why = backend.unavailable_reason() or backend.supports(layout, options, device)
+        if why is None:
             return backend
+        _warn_once(candidate, device.type, why)
     raise AssertionError("the reference backend supports every call")
+
+
+@functools.cache
+def _warn_once(name: str, device_type: str, why: str) -> None:
+    warnings.warn(f"backend {name!r}, made for {device_type}, cannot serve a call: {why}; taking a slower one", stacklevel=4)
