@@ -203,6 +203,7 @@ READ_ERRORS = [
     ),
     ({"alibi_sqrt": True}, ValueError, "alibi_sqrt: expected alibi_slopes with it, got None"),
     ({"mm_prefix_clamp": True}, ValueError, "mm_prefix_clamp: expected mm_prefix_ranges with it, got None"),
+    ({"host_lengths": ([0, 1], [1])}, ValueError, "host_lengths: expected 3 starts and 2 lengths, got [2, 1]"),
     ({"causal": torch.tensor([True])}, ValueError, "causal: expected shape [2], got [1]"),
     ({"causal": torch.tensor([1, 0])}, TypeError, "causal: expected a tensor of bool, got torch.int64"),
     ({"alibi_slopes": torch.ones(2)}, ValueError, "alibi_slopes: expected shape [4], got [2]"),

@@ -206,6 +206,7 @@ OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
     },
     "fp8-output": lambda: {"output_scale": torch.tensor([0.02], device=DEVICE)},
     "batch-invariant": lambda: {"batch_invariant": True},
+    "host-lengths": lambda: {"host_lengths": ([0, 2, 7], [23, 54])},
 }
 
 

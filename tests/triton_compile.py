@@ -83,6 +83,7 @@ def compiling_for(target: GPUTarget) -> Iterator[list[Launch]]:
     driver.get_current_device.return_value = str(target)
     nvidia = target.backend == "cuda"
     attention._fixed_arguments.cache_clear()  # holds what depends on the target
+    attention._prepare.cache_clear()
     with (
         mock.patch.object(triton.runtime.driver, "_active", driver),
         mock.patch.object(JITFunction, "run", compile_only),

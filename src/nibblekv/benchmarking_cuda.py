@@ -176,16 +176,14 @@ def _bench_read(shape: Shape, name: str, page: Any, read: float, backend: str) -
     if shape.op == "prefill":
         size = (shape.batch * shape.query_len, shape.num_kv_heads, shape.head_size)
         options["key"], options["value"] = torch.randn(2, *size, dtype=DTYPE, device="cuda")
+        options["host_lengths"] = (range(0, size[0] + 1, shape.query_len), [shape.context] * shape.batch)
     outs = [torch.full_like(copy["query"], torch.nan) for copy in copies]
 
     def call(copy: dict[str, Any], out: torch.Tensor) -> Callable[[], Any]:
         return lambda: nibblekv.paged_attention(**copy, layout=layout, out=out, **options)
 
     calls = [call(copy, out) for copy, out in zip(copies, outs, strict=True)]
-    # A raw chunk behind a prefix reads lengths back, so it cannot be captured.
-    captured = shape.op == "decode" or shape.query_len == shape.context
-    time = graph_time(calls) if captured else _stream_time(calls[0])
-    row = _row(shape, name, page, time, moved, None if shape.op == "prefill" else read)
+    row = _row(shape, name, page, graph_time(calls), moved, None if shape.op == "prefill" else read)
     row["rel_err"] = _error(shape, layout, copies[0], outs[0], options)
     return row
 
@@ -221,20 +219,6 @@ def _row(shape: Shape, name: str, page: str, time: float, moved: int, rate: floa
         "pct_roof": None if roof is None else 100 * roof / time,
         "gbps": moved / time / 1e3,
     }
-
-
-def _stream_time(call: Callable[[], Any], repeats: int = 9) -> float:
-    """Median microseconds between events around a call that reads lengths back and so cannot be captured."""
-    call()
-    times = []
-    for _ in range(repeats):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        call()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3)
-    return statistics.median(times)
 
 
 def _error(shape: Shape, layout: KVCacheLayout, copy: dict[str, Any], out: torch.Tensor, options: dict[str, Any]) -> float:

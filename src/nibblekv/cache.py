@@ -411,10 +411,12 @@ class PagedKVCache:
 
     def _allocate_raw(self, layout: KVCacheLayout) -> tuple[torch.Tensor, torch.Tensor]:
         shape = (self._raw_capacity, self._raw_rows, layout.num_kv_heads)
-        return (
-            torch.zeros(*shape, layout.head_size, dtype=self.raw_dtype, device=self.device),
-            torch.zeros(*shape, layout.head_size_v, dtype=self.raw_dtype, device=self.device),
-        )
+        # Tensors that are made in inference mode could not be written outside of it.
+        with torch.inference_mode(False):
+            return (
+                torch.zeros(*shape, layout.head_size, dtype=self.raw_dtype, device=self.device),
+                torch.zeros(*shape, layout.head_size_v, dtype=self.raw_dtype, device=self.device),
+            )
 
     def _reserve_raw(self, capacity: int) -> None:
         """Make room for the unquantized tokens of that many sequence rows."""
@@ -470,7 +472,7 @@ class PagedKVCache:
         for kept, tokens in zip(self._raw[layer], (key, value), strict=True):
             if step.raw_tokens is not None:
                 tokens = tokens[step.raw_tokens]
-            kept.flatten(0, 1).index_copy_(0, step.raw_slots, tokens.to(kept.dtype))
+            kept.flatten(0, 1).index_copy_(0, step.raw_slots, tokens.detach().to(kept.dtype))
 
     def _raw_of_step(
         self, step: CacheStep, layer: int, key: torch.Tensor | None, value: torch.Tensor | None, strict: bool

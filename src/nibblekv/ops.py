@@ -177,43 +177,33 @@ def paged_attention(
         )
     _check_dtype("query", query, _FLOATS)
     _check_contiguous("query", query)
-    opts.check(num_seqs, query.shape[1], query.device)
-    tensors = {"kv_cache": kv_cache, "block_table": block_table, "seq_lens": seq_lens, "query_start_loc": query_start_loc}
-    for name, tensor in tensors.items():
-        _check_device(name, tensor, query.device)
+    device = query.device
+    opts.check(num_seqs, query.shape[1], device)
+    _check_device("kv_cache", kv_cache, device)
+    _check_device("block_table", block_table, device)
+    _check_device("seq_lens", seq_lens, device)
+    _check_device("query_start_loc", query_start_loc, device)
     if (key is None) != (value is None):
         raise ValueError("value: expected key and value together, got one of them")
     if key is not None and value is not None:
         _check_rows("key", key, query.shape[0], layout.num_kv_heads, layout.head_size)
         _check_rows("value", value, query.shape[0], layout.num_kv_heads, layout.head_size_v)
-        _check_device("key", key, query.device)
-        _check_device("value", value, query.device)
+        _check_device("key", key, device)
+        _check_device("value", value, device)
     if opts.raw_key is not None and opts.raw_value is not None:
-        raw_rows = opts.raw_key.shape[1]
-        for name, raw, head_size in (
-            ("raw_key", opts.raw_key, layout.head_size),
-            ("raw_value", opts.raw_value, layout.head_size_v),
-        ):
-            _check_dtype(name, raw, _FLOATS)
-            _check_contiguous(name, raw)
-            if tuple(raw.shape) != (num_seqs, raw_rows, layout.num_kv_heads, head_size):
-                raise ValueError(
-                    f"{name}: expected shape {(num_seqs, raw_rows, layout.num_kv_heads, head_size)}, got {tuple(raw.shape)}"
-                )
-        if opts.raw_value.dtype != opts.raw_key.dtype:
-            raise TypeError(f"raw_value: expected the dtype of raw_key, {opts.raw_key.dtype}, got {opts.raw_value.dtype}")
+        _check_raw(opts.raw_key, opts.raw_value, num_seqs, layout)
     out_dtype = query.dtype if opts.output_scale is None else torch.float8_e4m3fn
     out_shape = (query.shape[0], query.shape[1], layout.head_size_v)
     if out is None:
-        out = torch.empty(out_shape, dtype=out_dtype, device=query.device)
-    elif out.shape != out_shape or out.dtype != out_dtype or out.device != query.device:
+        out = torch.empty(out_shape, dtype=out_dtype, device=device)
+    elif out.shape != out_shape or out.dtype != out_dtype or out.device != device:
         raise ValueError(
-            f"out: expected {out_shape} {out_dtype} on {query.device}, got {tuple(out.shape)} {out.dtype} on {out.device}"
+            f"out: expected {out_shape} {out_dtype} on {device}, got {tuple(out.shape)} {out.dtype} on {out.device}"
         )
     _check_contiguous("out", out)
-    lse = torch.empty(out_shape[:2], dtype=torch.float32, device=query.device) if return_lse else None
+    lse = torch.empty(out_shape[:2], dtype=torch.float32, device=device) if return_lse else None
     capacity = block_table.shape[1] * layout.block_size
-    if query.device.type == "cpu":
+    if device.type == "cpu":
         max_query_len, max_seq_len = _check_lengths(query, kv_cache, block_table, seq_lens, query_start_loc, layout)
         if opts.qq_bias is not None and opts.qq_bias.shape[0] < max_query_len:
             raise ValueError(
@@ -226,11 +216,12 @@ def paged_attention(
                 f"raw_key: expected at least raw_sinks + {needed} = {opts.raw_sinks + needed} rows for queries of "
                 f"{max_query_len} tokens, got {opts.raw_key.shape[1]}"
             )
-    module = select_backend(backend, layout, opts, query.device)
+    module = select_backend(backend, layout, opts, device)
     if query.shape[0]:
         # Autocast would run a backend's products in 16 bit; a graph would keep every dequantized page alive.
-        autocast = torch.is_autocast_enabled(query.device.type)
-        with torch.no_grad(), torch.autocast(query.device.type, enabled=False) if autocast else nullcontext():
+        autocast = torch.is_autocast_enabled(device.type)
+        graph = torch.no_grad() if torch.is_grad_enabled() else nullcontext()
+        with graph, torch.autocast(device.type, enabled=False) if autocast else nullcontext():
             module.paged_attention(
                 query, kv_cache, block_table, seq_lens, query_start_loc, layout, opts, out, lse, key, value,
                 query.shape[0] if max_query_len is None else max_query_len,
@@ -267,6 +258,17 @@ def _check_lengths(
     return max(query_lens, default=0), max(lengths, default=0)
 
 
+def _check_raw(raw_key: torch.Tensor, raw_value: torch.Tensor, num_seqs: int, layout: KVCacheLayout) -> None:
+    for name, raw, head_size in (("raw_key", raw_key, layout.head_size), ("raw_value", raw_value, layout.head_size_v)):
+        _check_dtype(name, raw, _FLOATS)
+        _check_contiguous(name, raw)
+        shape = (num_seqs, raw_key.shape[1], layout.num_kv_heads, head_size)
+        if tuple(raw.shape) != shape:
+            raise ValueError(f"{name}: expected shape {shape}, got {tuple(raw.shape)}")
+    if raw_value.dtype != raw_key.dtype:
+        raise TypeError(f"raw_value: expected the dtype of raw_key, {raw_key.dtype}, got {raw_value.dtype}")
+
+
 def _check_pages(pages: torch.Tensor, num_blocks: int) -> None:
     if pages.numel():
         first, last = (int(page) for page in pages.aminmax())
@@ -277,8 +279,13 @@ def _check_pages(pages: torch.Tensor, num_blocks: int) -> None:
 def _check_index(name: str, tensor: torch.Tensor, shape: tuple[int | str, ...]) -> None:
     _check_dtype(name, tensor, _INDICES)
     actual = tensor.shape
-    if len(actual) != len(shape) or [n for n, m in zip(shape, actual, strict=True) if isinstance(n, int) and n != m]:
-        raise ValueError(f"{name}: expected shape [{', '.join(map(str, shape))}], got {list(tensor.shape)}")
+    if len(actual) == len(shape):
+        for expected, size in zip(shape, actual, strict=True):
+            if expected != size and isinstance(expected, int):
+                break
+        else:
+            return
+    raise ValueError(f"{name}: expected shape [{', '.join(map(str, shape))}], got {list(actual)}")
 
 
 def _check_contiguous(name: str, tensor: torch.Tensor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -52,6 +53,8 @@ class AttentionOptions:
         raw_window, raw_sinks: the newest and the first positions of a sequence that are read from raw_key and raw_value.
         output_scale: [1] float32; the output is out / output_scale, saturated to float8_e4m3fn.
         batch_invariant: bitwise the same row whatever else is in the batch.
+        host_lengths: (query_start_loc, seq_lens) as integers, where the host knows them: a GPU call with raw keys behind
+            stored ones then waits for nothing. In a CUDA graph they hold for every replay.
     """
 
     softmax_scale: float
@@ -73,6 +76,7 @@ class AttentionOptions:
     raw_sinks: int = 0
     output_scale: torch.Tensor | None = None
     batch_invariant: bool = False
+    host_lengths: tuple[Sequence[int], Sequence[int]] | None = None
 
     @property
     def raw_ring(self) -> int:
@@ -107,6 +111,10 @@ class AttentionOptions:
             raise ValueError("rswa_window: expected no chunk_lookback beside it")
         if self.alibi_sqrt and self.alibi_slopes is None:
             raise ValueError("alibi_sqrt: expected alibi_slopes with it, got None")
+        if self.host_lengths is not None:
+            sizes = [len(lengths) for lengths in self.host_lengths]
+            if sizes != [num_seqs + 1, num_seqs]:
+                raise ValueError(f"host_lengths: expected {num_seqs + 1} starts and {num_seqs} lengths, got {sizes}")
         if self.mm_prefix_clamp and self.mm_prefix_ranges is None:
             raise ValueError("mm_prefix_clamp: expected mm_prefix_ranges with it, got None")
         if min(self.raw_window, self.raw_sinks) < 0:

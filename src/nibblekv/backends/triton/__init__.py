@@ -1,11 +1,12 @@
 """The GPU backend: portable Triton kernels for NVIDIA (compute capability 8.0 and newer) and AMD.
 
-Beside them, behind the same functions, `hopper/` decodes planar `int4` pages on compute capability 9.0; a call that it does
-not serve (its `supports` says why) takes the portable kernels.
+Beside them, behind the same functions, `hopper/` writes `int4` rows and decodes planar `int4` pages on compute capability
+9.0; a call that it does not serve (its `supports` says why) takes the portable kernels.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 
 import torch
@@ -19,9 +20,11 @@ HOPPER = (9, 0)
 
 def unavailable_reason() -> str | None:
     """Return why Triton kernels cannot run on this machine, or None."""
+    if _has_gpu():
+        return None
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed"
-    if torch.cuda.is_available() or _interpreting():
+    if _interpreting():
         return None
     return "no CUDA or ROCm GPU is visible to torch (TRITON_INTERPRET=1 runs the kernels, slowly, on a CPU)"
 
@@ -34,10 +37,8 @@ def supports(layout: KVCacheLayout, options: AttentionOptions | None, device: to
         return None if _interpreting() else "its kernels need a GPU, the tensors are on the CPU"
     if device.type != "cuda":
         return f"its kernels need a GPU, the tensors are on {device}"
-    if torch.cuda.is_available() and torch.version.hip is None:
-        capability = torch.cuda.get_device_capability(device)
-        if capability < OLDEST_CAPABILITY:
-            return f"compute capability {OLDEST_CAPABILITY} or newer needed, got {capability}"
+    if torch.version.hip is None and _has_gpu() and _capability(device) < OLDEST_CAPABILITY:
+        return f"compute capability {OLDEST_CAPABILITY} or newer needed, got {_capability(device)}"
     return None
 
 
@@ -45,6 +46,12 @@ def reshape_and_cache(
     key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor, layout: KVCacheLayout
 ) -> None:
     """Quantize rows and write them to their slots; see `nibblekv.reshape_and_cache`."""
+    if _is_hopper(key.device):
+        from nibblekv.backends.triton import hopper
+
+        if hopper.write_supports(key, value, layout):
+            hopper.write_rows(key, value, kv_cache, slot_mapping, layout)
+            return
     from nibblekv.backends.triton import write
 
     write.reshape_and_cache(key, value, kv_cache, slot_mapping, layout)
@@ -99,11 +106,27 @@ def paged_attention(
 def _hopper_serves(
     query: torch.Tensor, kv_cache: torch.Tensor, layout: KVCacheLayout, options: AttentionOptions, max_query_len: int
 ) -> bool:
-    if not query.is_cuda or torch.version.hip is not None or torch.cuda.get_device_capability(query.device) != HOPPER:
+    if not _is_hopper(query.device):
         return False
     from nibblekv.backends.triton import hopper
 
     return hopper.supports(layout, options, query.dtype, max_query_len, query.device, query.shape[1], kv_cache) is None
+
+
+# Asking torch for GPUs takes longer than a launch.
+@functools.cache
+def _has_gpu() -> bool:
+    return importlib.util.find_spec("triton") is not None and torch.cuda.is_available()
+
+
+# Properties of a device take 3 us to ask for, more than a launch.
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.version.hip is None and _capability(device) == HOPPER
 
 
 def _interpreting() -> bool:

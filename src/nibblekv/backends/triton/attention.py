@@ -36,8 +36,8 @@ from nibblekv.backends.triton.codec import (
     unpack_scale_words,
     unpack_streams,
 )
-from nibblekv.backends.triton.geometry import geometry
-from nibblekv.backends.triton.launch import launch
+from nibblekv.backends.triton.geometry import Geometry, geometry_of
+from nibblekv.backends.triton.launch import cdiv, launch, next_power_of_2
 from nibblekv.backends.triton.rotation import rotate_rows
 from nibblekv.layout import KVCacheLayout
 from nibblekv.options import AttentionOptions
@@ -548,10 +548,10 @@ def choose_config(
     # Page numbers and codes are loaded in turn, so five stages prefetch codes two tiles ahead. AMD has 64 KiB for them.
     stages = (5 if widest <= 128 else 3) if rotation.uses_nvidia_assembly() else 2
     if invariant:
-        return Config(block_m, tile, num_warps, stages, triton.cdiv(max_seq_len, INVARIANT_SPLIT), INVARIANT_SPLIT)
-    programs = num_seqs * layout.num_kv_heads * triton.cdiv(group * max_query_len, block_m)
+        return Config(block_m, tile, num_warps, stages, cdiv(max_seq_len, INVARIANT_SPLIT), INVARIANT_SPLIT)
+    programs = num_seqs * layout.num_kv_heads * cdiv(group * max_query_len, block_m)
     wanted = SPLIT_WAVES * multiprocessors(device) // programs
-    num_splits = max(1, min(wanted, triton.cdiv(max_seq_len, tile), MAX_SPLITS))
+    num_splits = max(1, min(wanted, cdiv(max_seq_len, tile), MAX_SPLITS))
     return Config(block_m, tile, num_warps, stages, num_splits, 0)
 
 
@@ -580,16 +580,16 @@ def attend(
     device = query.device
     if query.stride(2) != 1:
         query = query.contiguous()
-    if config is None:
-        config = choose_config(
-            layout, num_seqs, num_query_heads, max_query_len, max_seq_len, options.batch_invariant, device
-        )
+    fixed, places, chosen = _prepare(
+        layout, kv_cache.shape[1:], kv_cache.stride(), query.dtype, device, options.softmax_scale, num_seqs, num_query_heads,
+        max_query_len, max_seq_len, options.batch_invariant,
+    )  # fmt: skip
+    config = config or chosen
     num_splits = config.num_splits
     final = num_splits == 1 and config.split_tokens == 0 and raw is None
-    places = geometry(layout, kv_cache)
     group = num_query_heads // layout.num_kv_heads
-    num_q_tiles = triton.cdiv(max_query_len * group, config.block_m)
-    size_v = rotation.padded(layout.head_size_v)
+    num_q_tiles = cdiv(max_query_len * group, config.block_m)
+    size_v = fixed.v[1]
     plain_mask = options.sliding_window == 0 and options.rswa_prefix_lens is None and options.chunk_lookback < 0
     plain_mask = plain_mask and options.mm_prefix_ranges is None
     shared = plain_mask and (max_query_len == 1 or raw is not None or options.causal is False)
@@ -601,51 +601,49 @@ def attend(
         values = num_tokens * num_query_heads * num_splits * size_v
         partial = torch.empty(values + num_tokens * num_query_heads * num_splits, dtype=torch.float32, device=device)
         partial_lse = partial[values:]
-    with rotation.capture_safe(device):
-        fixed = _fixed_arguments(layout, query.dtype, device, options.softmax_scale)
-        rotated = layout.k_format.rotation != "none"
-        # A program that rotates its queries reads a matrix first (4 us); a launch costs less than two waves of that.
-        many = num_seqs * num_q_tiles * layout.num_kv_heads * num_splits >= 4 * multiprocessors(device)
-        matrix, query_gain = fixed.k_matrix, fixed.query_gain
-        if rotated and many and not options.batch_invariant:
-            query = rotation.rotate(query, layout.k_format.rotation, dtype=torch.float32, gain=fixed.orthonormal_gain)
-            rotated, matrix, query_gain = False, None, 1.0
-        launch(
-            attention_kernel,
-            (num_seqs * num_q_tiles, layout.num_kv_heads, num_splits),
-            (
-                query, kv_cache.view(fixed.k_dtype), kv_cache.view(fixed.v_dtype), kv_cache.view(torch.int32),
-                block_table, seq_lens, query_start_loc, matrix, fixed.v_matrix if final else None, partial, partial_lse,
-                target if final else None, lse if final else None,
-                causal.view(torch.uint8) if isinstance(causal, torch.Tensor) else None,
-                options.rswa_prefix_lens, options.alibi_slopes, options.sinks if final else None,
-                None if qq_bias is None else qq_bias.contiguous(), None if ranges is None else ranges.contiguous(),
-                options.output_scale if final else None,
-            ),
-            (
-                query.stride(0), query.stride(1), block_table.stride(0), out.stride(0), out.stride(1),
-                *places.k_codes, *places.v_codes, *places.k_words, *places.v_words,
-                fixed.natural_scale if options.softcap > 0 else fixed.score_scale, query_gain, fixed.out_gain,
-                options.softcap, options.sliding_window, options.chunk_size, options.rswa_window,
-                0 if qq_bias is None else qq_bias.shape[1],
-            ),
-            (num_q_tiles, num_splits),
-            (
-                options.chunk_lookback, 2 if per_seq else int(bool(causal)), options.softcap > 0, options.alibi_sqrt,
-                0 if ranges is None else ranges.shape[1], options.mm_prefix_clamp, raw is not None,
-                config.split_tokens, final, shared, PREFETCH, SPLIT_Q, layout.num_kv_heads, group, layout.block_size,
-                *fixed.k, rotated, *fixed.v, places.k_align, places.v_align,
-                config.block_m, config.tile, config.num_stages, fixed.asm, fixed.precision, rotation.interpreting(),
-            ),
-            num_warps=config.num_warps,
-            **({"maxnreg": config.max_registers} if config.max_registers and fixed.asm else {}),
-        )  # fmt: skip
-        if partial is not None and partial_lse is not None:
-            row = num_splits * size_v
-            strides = (num_query_heads * row, row, size_v, num_query_heads * num_splits, num_splits, 1)
-            combine(
-                partial, partial_lse, strides, num_splits, 1.0, raw, target, lse, layout, options.sinks, options.output_scale
-            )
+    rotated = layout.k_format.rotation != "none"
+    # A program that rotates its queries reads a matrix first (4 us); a launch costs less than two waves of that.
+    many = num_seqs * num_q_tiles * layout.num_kv_heads * num_splits >= 4 * multiprocessors(device)
+    matrix, query_gain = fixed.k_matrix, fixed.query_gain
+    if rotated and many and not options.batch_invariant:
+        query = rotation.rotate(query, layout.k_format.rotation, dtype=torch.float32, gain=fixed.orthonormal_gain)
+        rotated, matrix, query_gain = False, None, 1.0
+    launch(
+        attention_kernel,
+        (num_seqs * num_q_tiles, layout.num_kv_heads, num_splits),
+        (
+            query, kv_cache.view(fixed.k_dtype), kv_cache.view(fixed.v_dtype), kv_cache.view(torch.int32),
+            block_table, seq_lens, query_start_loc, matrix, fixed.v_matrix if final else None, partial, partial_lse,
+            target if final else None, lse if final else None,
+            causal.view(torch.uint8) if isinstance(causal, torch.Tensor) else None,
+            options.rswa_prefix_lens, options.alibi_slopes, options.sinks if final else None,
+            None if qq_bias is None else qq_bias.contiguous(), None if ranges is None else ranges.contiguous(),
+            options.output_scale if final else None,
+        ),
+        (
+            query.stride(0), query.stride(1), block_table.stride(0), out.stride(0), out.stride(1),
+            *places.k_codes, *places.v_codes, *places.k_words, *places.v_words,
+            fixed.natural_scale if options.softcap > 0 else fixed.score_scale, query_gain, fixed.out_gain,
+            options.softcap, options.sliding_window, options.chunk_size, options.rswa_window,
+            0 if qq_bias is None else qq_bias.shape[1],
+        ),
+        (num_q_tiles, num_splits),
+        (
+            options.chunk_lookback, 2 if per_seq else int(bool(causal)), options.softcap > 0, options.alibi_sqrt,
+            0 if ranges is None else ranges.shape[1], options.mm_prefix_clamp, raw is not None,
+            config.split_tokens, final, shared, PREFETCH, SPLIT_Q, layout.num_kv_heads, group, layout.block_size,
+            *fixed.k, rotated, *fixed.v, places.k_align, places.v_align,
+            config.block_m, config.tile, config.num_stages, fixed.asm, fixed.precision, rotation.interpreting(),
+        ),
+        num_warps=config.num_warps,
+        **({"maxnreg": config.max_registers} if config.max_registers and fixed.asm else {}),
+    )  # fmt: skip
+    if partial is not None and partial_lse is not None:
+        row = num_splits * size_v
+        strides = (num_query_heads * row, row, size_v, num_query_heads * num_splits, num_splits, 1)
+        combine(
+            partial, partial_lse, strides, num_splits, 1.0, raw, target, lse, layout, options.sinks, options.output_scale
+        )
 
 
 def combine(
@@ -673,10 +671,10 @@ def combine(
     matrix = None
     if fmt.rotation != "none":
         matrix = rotation.matrix(fmt.rotation, layout.head_size_v, True, torch.bfloat16, out.device)
-    at_once = max(1, min(triton.next_power_of_2(num_splits), 8192 // (rows * size)))
+    at_once = max(1, min(next_power_of_2(num_splits), 8192 // (rows * size)))
     launch(
         combine_kernel,
-        (triton.cdiv(num_rows, rows),),
+        (cdiv(num_rows, rows),),
         (
             partial, partial_lse, matrix, None if raw is None else raw.rows, None if raw is None else raw.lse, out, lse,
             sinks, output_scale,
@@ -707,6 +705,19 @@ class _Fixed:
     v: tuple[int, int, int, int, bool]
     asm: bool
     precision: str
+
+
+@functools.lru_cache(maxsize=1024)
+def _prepare(
+    layout: KVCacheLayout, page_shape: tuple[int, ...], cache_strides: tuple[int, ...], dtype: torch.dtype,
+    device: torch.device, softmax_scale: float, num_seqs: int, num_query_heads: int, max_query_len: int, max_seq_len: int,
+    invariant: bool,
+) -> tuple[_Fixed, Geometry, Config]:  # fmt: skip
+    """Return all that a call's metadata decide, by one look-up: hashing a layout takes 3 us."""
+    with rotation.capture_safe(device):
+        fixed = _fixed_arguments(layout, dtype, device, softmax_scale)
+    config = choose_config(layout, num_seqs, num_query_heads, max_query_len, max_seq_len, invariant, device)
+    return fixed, geometry_of(layout, page_shape, cache_strides), config
 
 
 @functools.lru_cache(maxsize=256)

@@ -35,11 +35,12 @@ class Geometry:
 
 def geometry(layout: KVCacheLayout, kv_cache: torch.Tensor) -> Geometry:
     """Describe a cache. Cached by layout, shape and strides: views cost more host time than a launch."""
-    return _geometry(layout, tuple(kv_cache.shape[1:]), kv_cache.stride())
+    return geometry_of(layout, kv_cache.shape[1:], kv_cache.stride())
 
 
 @functools.lru_cache(maxsize=256)
-def _geometry(layout: KVCacheLayout, page_shape: tuple[int, ...], strides: tuple[int, ...]) -> Geometry:
+def geometry_of(layout: KVCacheLayout, page_shape: tuple[int, ...], strides: tuple[int, ...]) -> Geometry:
+    """Describe a cache of this shape, without its first dimension, and these strides, with it."""
     views: KVCacheViews = layout.views(torch.empty_strided((1, *page_shape), strides, dtype=torch.uint8, device="meta"))
 
     def count(view: torch.Tensor, unit: int) -> tuple[int, int, int, int]:

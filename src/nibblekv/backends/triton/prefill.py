@@ -16,6 +16,7 @@ import importlib.util
 import itertools
 import math
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -46,7 +47,7 @@ from nibblekv.backends.triton.codec import (
     unpack_streams,
 )
 from nibblekv.backends.triton.geometry import geometry
-from nibblekv.backends.triton.launch import launch
+from nibblekv.backends.triton.launch import cdiv, launch, next_power_of_2
 from nibblekv.layout import KVCacheLayout
 from nibblekv.options import AttentionOptions
 
@@ -226,19 +227,24 @@ def attend(
 ) -> None:
     """Attend queries to their raw keys and values and to the stored ones before them.
 
-    Host lengths decide what is launched for long queries: they are read back once per call, unless one sequence without a
-    prefix makes them known, or the stream is being captured (then packed pages are read, whatever the length).
+    Host lengths decide what is launched for long queries: they are read back once per call, unless the caller gives them,
+    one sequence without a prefix makes them known, or the stream is being captured (then packed pages are read, whatever
+    the length).
     """
     num_tokens, num_query_heads = query.shape[:2]
     if query.stride(2) != 1:
         query = query.contiguous()
     no_prefix = seq_lens.shape[0] == 1 and max_seq_len <= num_tokens
-    starts = lengths = None
+    starts: Sequence[int] | None = None
+    lengths: Sequence[int] | None = None
     if no_prefix:
         starts, lengths = [0, num_tokens], [num_tokens]
-    elif max_query_len >= LONG_QUERY and not options.batch_invariant and not _is_captured(query.device):
-        starts, lengths = query_start_loc.tolist(), seq_lens.tolist()
-        no_prefix = sum(lengths) == starts[-1]
+    elif max_query_len >= LONG_QUERY and not options.batch_invariant:
+        if options.host_lengths is not None:
+            starts, lengths = options.host_lengths
+        elif not _is_captured(query.device):
+            starts, lengths = query_start_loc.tolist(), seq_lens.tolist()
+        no_prefix = starts is not None and lengths is not None and sum(lengths) == starts[-1]
     library = _library_for(query, key, value, layout, options, starts is not None)
     if no_prefix and (options.sinks is not None or options.output_scale is not None):
         library = None
@@ -415,7 +421,7 @@ def _dequantize(
     tile = 64
     launch(
         dequantize_kernel,
-        (triton.cdiv(num_tokens, tile), num_heads),
+        (cdiv(num_tokens, tile), num_heads),
         (kv_cache.view(words), kv_cache.view(torch.int32), table, dense),
         (*(places.v_codes if of_value else places.k_codes), *(places.v_words if of_value else places.k_words), gain),
         (first_token, num_tokens, first_head),
@@ -441,11 +447,11 @@ def _attend_dense(
     widest = max(rotation.padded(head_size), rotation.padded(head_size_v))
     wide_type = query.dtype == torch.float32
     block_m = 64 if widest <= 128 and wide_type else (128 if widest <= 128 else (64 if widest <= 256 else 32))
-    block_m = max(16, min(block_m, triton.next_power_of_2(max_query_len * dense.group)))
+    block_m = max(16, min(block_m, next_power_of_2(max_query_len * dense.group)))
     if options.batch_invariant:
-        block_m = max(16, triton.next_power_of_2(dense.group))
+        block_m = max(16, next_power_of_2(dense.group))
     tile = 64 if widest <= 256 and not wide_type else 32
-    num_q_tiles = triton.cdiv(max_query_len * dense.group, block_m)
+    num_q_tiles = cdiv(max_query_len * dense.group, block_m)
     own = dense.first is None
     num_seqs = seq_lens.shape[0] if own else 1
     causal, ranges, qq_bias = options.causal, options.mm_prefix_ranges, options.qq_bias

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import functools
 import math
-from collections.abc import Iterator
 
 import torch
 import triton
 import triton.language as tl
 
-from nibblekv.backends.triton.launch import launch
+from nibblekv.backends.triton.launch import capture_safe, cdiv, launch, next_power_of_2
 from nibblekv.rotation import RotationKind, inverse_gain, rotation_factors, rotation_matrix
 
-_RELAXED_CAPTURE = 2
 
-
+@functools.cache
 def padded(head_size: int) -> int:
     """Columns that kernels work on: the next power of two, at least 64 (a dot needs 16 columns in each of four streams)."""
-    return max(64, triton.next_power_of_2(head_size))
+    return max(64, next_power_of_2(head_size))
 
 
 def interpreting() -> bool:
@@ -36,24 +32,6 @@ def uses_nvidia_assembly() -> bool:
 def dot_precision() -> str:
     """Return the `input_precision` by which float32 dots keep float32 accuracy: three TF32 products where there are any."""
     return "tf32x3" if uses_nvidia_assembly() else "ieee"
-
-
-@contextlib.contextmanager
-def capture_safe(device: torch.device) -> Iterator[None]:
-    """Let the body load kernels and copy constants even if the current stream is being captured into a CUDA graph."""
-    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
-        yield
-        return
-    mode = ctypes.c_int(_RELAXED_CAPTURE)
-    driver = ctypes.CDLL("libcuda.so.1" if torch.version.hip is None else "libamdhip64.so")
-    exchange = (
-        driver.cuThreadExchangeStreamCaptureMode if torch.version.hip is None else driver.hipThreadExchangeStreamCaptureMode
-    )
-    exchange(ctypes.byref(mode))
-    try:
-        yield
-    finally:
-        exchange(ctypes.byref(mode))
 
 
 @functools.cache
@@ -83,11 +61,13 @@ def matrix(kind: RotationKind, head_size: int, inverse: bool, dtype: torch.dtype
     return copied
 
 
+@functools.cache
 def forward_gain(kind: RotationKind, head_size: int) -> float:
     """Return g of y = g * (x @ matrix(inverse=False))."""
     return head_size**-0.5 if kind == "full" else 1.0
 
 
+@functools.cache
 def backward_gain(kind: RotationKind, head_size: int) -> float:
     """Return g of x = g * (y @ matrix(inverse=True))."""
     return forward_gain(kind, head_size) * inverse_gain(kind, head_size)
@@ -185,7 +165,7 @@ def rotate(
         m = matrix(kind, head_size, inverse, x.dtype, x.device) if kind != "none" else None
         launch(
             rotate_kernel,
-            (triton.cdiv(num_rows, block),),
+            (cdiv(num_rows, block),),
             (rows, target, m),
             (
                 rows.stride(0), rows.stride(1), target.stride(0), target.stride(1),

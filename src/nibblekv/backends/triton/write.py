@@ -11,7 +11,7 @@ import triton.language as tl
 from nibblekv.backends.triton import rotation
 from nibblekv.backends.triton.codec import code_bits, encode_rows, format_constants, pack_codes
 from nibblekv.backends.triton.geometry import geometry
-from nibblekv.backends.triton.launch import launch
+from nibblekv.backends.triton.launch import cdiv, launch
 from nibblekv.backends.triton.rotation import multiply, rotate_rows
 from nibblekv.layout import KVCacheLayout
 
@@ -95,7 +95,7 @@ def reshape_and_cache(
         v_matrix, v_gain, v_constants = _row_constants(layout, True, key.dtype, device)
         launch(
             write_kernel,
-            (triton.cdiv(num_rows, rows), 2),
+            (cdiv(num_rows, rows), 2),
             (key, value, kv_cache.view(torch.int32), slot_mapping, k_matrix, v_matrix),
             (
                 key.stride(0), key.stride(1), value.stride(0), value.stride(1),

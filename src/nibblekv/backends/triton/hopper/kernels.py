@@ -334,15 +334,30 @@ def decode_kernel(
             lower = _key_words(k_here, 16 * i + 8, ROWS, D)
             words = (_scale_word(w_here, 16 * i, 0, ROWS, D), _scale_word(w_here, 16 * i + 8, 0, ROWS, D))
             v_words = (_scale_word(w_here, 16 * i, 1, ROWS, D), _scale_word(w_here, 16 * i + 8, 1, ROWS, D))
+            # At head size 256 few warps are resident and a product waits for the one before it: two chains, added.
             c = ((zero, zero, zero, zero),) * NT
+            other = c
             for w in gl.static_range(KW):
                 a, b = ptx.unpack_nibbles(upper[w]), ptx.unpack_nibbles(lower[w])
                 d = ()
+                next_other = ()
                 for nt in gl.static_range(NT):
                     of_query = fragments[nt * (D // 8) + 4 * w : nt * (D // 8) + 4 * w + 4]
                     cc = ptx.mma((a[0], b[0], a[1], b[1]), of_query[0], of_query[1], c[nt])
-                    cc = ptx.mma((a[2], b[2], a[3], b[3]), of_query[2], of_query[3], cc)
+                    if D == 256:
+                        next_other = next_other + (ptx.mma((a[2], b[2], a[3], b[3]), of_query[2], of_query[3], other[nt]),)
+                    else:
+                        cc = ptx.mma((a[2], b[2], a[3], b[3]), of_query[2], of_query[3], cc)
                     d = d + (cc,)
+                c = d
+                if D == 256:
+                    other = next_other
+            if D == 256:
+                d = ()
+                for nt in gl.static_range(NT):
+                    d = d + (
+                        (c[nt][0] + other[nt][0], c[nt][1] + other[nt][1], c[nt][2] + other[nt][2], c[nt][3] + other[nt][3]),
+                    )
                 c = d
             for r in gl.static_range(2):
                 k_scale, k_bias = _as_float(words[r] & -65536), _as_float(words[r] << 16)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass, fields
-from typing import Any
 
 import torch
 
 from nibblekv.backends.triton.hopper.kernels import combine_kernel, decode_kernel
+from nibblekv.backends.triton.launch import launch
 from nibblekv.formats import SCALE_WORD_BYTES
 from nibblekv.layout import KVCacheLayout
 from nibblekv.options import AttentionOptions
@@ -20,6 +20,8 @@ __all__ = ["Plan", "decode", "plan", "supports"]
 HEAD_SIZES = (64, 128, 256)
 ALIGNMENT = 16
 LOG2_E = 1.4426950408889634
+_SERVED = ("softmax_scale", "causal", "sliding_window", "host_lengths")
+_UNSERVED = tuple((field.name, field.default) for field in fields(AttentionOptions) if field.name not in _SERVED)
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ def supports(
     kv_cache: torch.Tensor,
 ) -> str | None:
     """Return None if `decode` serves such a call, else the reason why not. Reads metadata only."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+    if device.type != "cuda" or _capability(device) != (9, 0):
         return f"needs a GPU of compute capability 9.0, got {device}"
     if layout.page != "planar" or layout.k_format.name != "int4" or layout.v_format.name != "int4":
         return f"needs planar int4 pages, got {layout.k_format.name}/{layout.v_format.name} {layout.page}"
@@ -68,11 +70,10 @@ def supports(
         return f"serves {max_columns(layout.head_size)} queries of a KV head at head size {layout.head_size}, got {columns}"
     if kv_cache.data_ptr() % ALIGNMENT or kv_cache.stride(0) % ALIGNMENT or kv_cache.stride(1) % ALIGNMENT:
         return f"needs tiles at multiples of {ALIGNMENT} bytes, got strides {kv_cache.stride()}"
-    for field in fields(options):
-        if field.name not in ("softmax_scale", "causal", "sliding_window"):
-            value = getattr(options, field.name)
-            if value is not None and (isinstance(value, torch.Tensor) or value != field.default):
-                return f"serves causal and sliding_window only, got {field.name}"
+    for name, default in _UNSERVED:
+        value = getattr(options, name)
+        if value is not default and (isinstance(value, torch.Tensor) or value != default):
+            return f"serves causal and sliding_window only, got {name}"
     if isinstance(options.causal, torch.Tensor) or (options.sliding_window > 0 and not options.causal):
         return "serves one causal flag for all sequences, and a window only with it"
     return None
@@ -142,54 +143,30 @@ def decode(
     buffer = torch.empty(rows * (head_size + 1), dtype=torch.float32, device=query.device)
     partial, partial_lse = buffer, buffer[rows * head_size :]
     signs = _signs(layout.k_format.rotation, head_size)
-    _launch(
+    launch(
         decode_kernel,
-        num_seqs * (num_kv_heads // parameters.warps) * splits,
+        (num_seqs * (num_kv_heads // parameters.warps) * splits,),
         (query, kv_cache, block_table, seq_lens, query_start_loc, partial, partial_lse),
         (query.stride(0), query.stride(1), kv_cache.stride(0), kv_cache.stride(1), block_table.stride(0)),
         (options.softmax_scale * LOG2_E / math.sqrt(head_size), options.sliding_window, num_kv_heads, splits),
         (num_query_heads // num_kv_heads, max_query_len, head_size, layout.block_size, parameters.tile, parameters.stages,
          bool(options.causal), options.sliding_window > 0, query.dtype == torch.float16, signs, parameters.dependent),
-        parameters.warps, parameters.dependent,
+        num_warps=parameters.warps, launch_pdl=parameters.dependent,
     )  # fmt: skip
-    _launch(
+    launch(
         combine_kernel,
-        num_tokens * num_query_heads,
+        (num_tokens * num_query_heads,),
         (partial, partial_lse, out, partial_lse if lse is None else lse),
         (out.stride(0), out.stride(1)),
         (1.0 / math.sqrt(head_size), splits),
         (num_query_heads, head_size, signs, parameters.merge_rows, lse is not None, parameters.dependent),
-        parameters.merge_warps, parameters.dependent,
+        num_warps=parameters.merge_warps, launch_pdl=parameters.dependent,
     )  # fmt: skip
 
 
-_compiled: dict[tuple[Any, ...], Any] = {}
-
-
-def _launch(
-    kernel: Any,
-    blocks: int,
-    tensors: tuple[torch.Tensor, ...],
-    strides: tuple[int, ...],
-    scalars: tuple[float | int, ...],
-    constants: tuple[Any, ...],
-    num_warps: int,
-    dependent: bool,
-) -> None:
-    """Launch a kernel; from the second time on without Triton's own look-up, which takes longer than a short kernel runs.
-
-    The key holds all that Triton specialises on: dtypes, addresses' alignment, strides, constants. Scalars are exempt.
-    """
-    key = (
-        kernel, tensors[0].device, strides, constants, num_warps, dependent,
-        *[(t.dtype, t.data_ptr() % ALIGNMENT == 0) for t in tensors],
-    )  # fmt: skip
-    arguments = (*tensors, *strides, *scalars, *constants)
-    compiled = _compiled.get(key)
-    if compiled is None:
-        _compiled[key] = kernel[(blocks,)](*arguments, num_warps=num_warps, launch_pdl=dependent)
-    else:
-        compiled[(blocks, 1, 1)](*arguments)
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 @functools.cache

@@ -70,11 +70,20 @@ def store_global4(pointer, a, b, c, d, predicate, OFFSET: gl.constexpr):
     )
 
 
+@gluon.constexpr_function
+def _mma_asm(half):
+    kind = "f16" if half else "bf16"
+    return (
+        f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 "
+        "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};"
+    )
+
+
 @gluon.jit
-def mma(a, b0, b1, c):
-    """Return a 16 x 16 times 16 x 8 fp16 product plus c: four A registers, two B registers, four float32 accumulators."""
+def mma(a, b0, b1, c, HALF: gl.constexpr = True):
+    """Return a 16 x 16 times 16 x 8 fp16 (HALF) or bf16 product plus c: four A registers, two of B, four accumulators."""
     return gl.inline_asm_elementwise(
-        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};",
+        _mma_asm(HALF),
         "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f",
         [a[0], a[1], a[2], a[3], b0, b1, c[0], c[1], c[2], c[3]],
         dtype=(gl.float32, gl.float32, gl.float32, gl.float32),
@@ -301,3 +310,15 @@ def launch_dependents(lane):
 def wait_for_dependency(lane):
     """Wait until the kernels before this one have completed and their writes are visible."""
     gl.inline_asm_elementwise("griddepcontrol.wait; mov.b32 $0, $1;", "=r,r", [lane], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def divide(x, y):
+    """Return x / y in float32, correctly rounded."""
+    return gl.inline_asm_elementwise("div.rn.f32 $0, $1, $2;", "=f,f,f", [x, y], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def floor_bits(x):
+    """Return the bits of 2^23 + floor(x) as float32, for 0 <= x < 2^23: the low bits are the integer."""
+    return gl.inline_asm_elementwise("add.rm.f32 $0, $1, 0f4B000000;", "=r,f", [x], dtype=gl.int32, is_pure=True, pack=1)

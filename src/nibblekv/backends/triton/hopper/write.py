@@ -1,0 +1,235 @@
+"""The write of `int4` rows without a rotation matrix in memory: tensor cores and register sums rotate, registers pack.
+
+A warp takes 8 tokens of one head a step. Write dimension d as 8 * k + j: a Hadamard matrix is the product of one over k and
+one over j. For every j, one product with a 16 x 16 matrix of signs, made in registers, sums over k,
+
+    A = 16 outputs k x 16 inputs k, B = 16 inputs k x 8 tokens
+
+and leaves the values of all j of one (k, token) in one lane: sums over j and the packing of eight codes into a word need no
+other lane, and only the range of a row is shared (by shuffles among the eight lanes that hold it).
+Lane l reads, of token l // 4, four runs of 16 bytes, k = l % 4 + (0, 4, 8, 12); it holds and stores word k = l // 4 (+ 8) of
+tokens 2 (l % 4) + (0, 1). Each load and store thus covers whole 32-byte sectors. Head size 256 does so twice and adds.
+The arithmetic of codes is that of `formats.encode_rows`, with products and sums fused.
+"""
+
+# ruff: noqa: RUF005
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from nibblekv.backends.triton.geometry import geometry
+from nibblekv.backends.triton.hopper import ptx
+from nibblekv.backends.triton.hopper.kernels import _as_bits, _as_float, _sign_word
+from nibblekv.backends.triton.hopper.launch import _signs
+from nibblekv.backends.triton.launch import launch
+from nibblekv.formats import SCALE_FLOOR
+from nibblekv.layout import KVCacheLayout
+
+HEAD_SIZES = (128, 256)
+ALIGNMENT = 16
+NUM_WARPS = 4
+# Steps of 8 tokens that a warp takes one after another, the next one's rows already asked for; few tokens start sooner.
+LONG_STEPS, SHORT_STEPS = 4, 1
+LONG_CALL = 4096
+
+_FLOOR = gl.constexpr(SCALE_FLOOR)
+_INF = gl.constexpr(float("inf"))
+
+
+@gluon.jit
+def _load_step(x, token, num_tokens, token_stride, start, D: gl.constexpr):
+    """Return the words of a token's runs, run by run; past the last token, that one's."""
+    row = gl.minimum(token, num_tokens - 1).to(gl.int64) * token_stride
+    address = x.to(gl.int64) + 2 * (row + start)
+    words = ()
+    for run in gl.static_range(D // 32):
+        words = words + ptx.load_global4(address, 64 * run)
+    return words
+
+
+@gluon.jit
+def _add_pairs(y, DISTANCE: gl.constexpr, COUNT: gl.constexpr):
+    """One step of a Hadamard transform over a tuple: sums and differences of elements DISTANCE apart."""
+    result = ()
+    for i in gl.static_range(COUNT):
+        if i & DISTANCE == 0:
+            result = result + (y[i] + y[i + DISTANCE],)
+        else:
+            result = result + (y[i - DISTANCE] - y[i],)
+    return result
+
+
+@gluon.jit
+def _write_step(
+    words, masks, matrix, cache, slots, token, num_tokens, num_slots, places, head, g, gain,
+    BLOCK: gl.constexpr, D: gl.constexpr, HALF: gl.constexpr,
+):  # fmt: skip
+    """Rotate, quantize and store one step; token: the first of the two whose results this lane holds."""
+    HALVES: gl.constexpr = D // 128
+    zero = gain * 0.0
+    flipped = ()
+    for i in gl.static_range(16 * HALVES):
+        flipped = flipped + (words[i] ^ masks[i],)
+    # Of (half, j): the two words k = l // 4 (+ 8) of two tokens. y[(4 half + 2 word + token) * 8 + j].
+    products = ()
+    for half in gl.static_range(HALVES):
+        for w in gl.static_range(4):
+            first = ptx.pair_halves(flipped[16 * half + w], flipped[16 * half + 4 + w])
+            second = ptx.pair_halves(flipped[16 * half + 8 + w], flipped[16 * half + 12 + w])
+            for n in gl.static_range(2):
+                products = products + ptx.mma(matrix, first[n], second[n], (zero, zero, zero, zero), HALF)
+    y = ()
+    for half in gl.static_range(HALVES):
+        for c in gl.static_range(4):
+            of_word = ()
+            for j in gl.static_range(8):
+                of_word = of_word + (products[32 * half + 4 * j + c],)
+            for bit in gl.static_range(3):
+                of_word = _add_pairs(of_word, 1 << bit, 8)
+            y = y + of_word
+    if HALVES == 2:
+        y = _add_pairs(y, 32, 64)
+    for r in gl.static_range(2):
+        low = y[8 * r]
+        high = y[8 * r]
+        for c in gl.static_range(2 * HALVES):
+            for j in gl.static_range(8):
+                low = gl.minimum(low, y[(2 * c + r) * 8 + j])
+                high = gl.maximum(high, y[(2 * c + r) * 8 + j])
+        for bit in gl.static_range(3):
+            low = gl.minimum(low, ptx.shuffle_xor(low, 4 << bit))
+            high = gl.maximum(high, ptx.shuffle_xor(high, 4 << bit))
+        low *= gain
+        high *= gain
+        step = gl.where(((_as_bits(low) & 0xFFFF) != 0) & (low < 0.0), 0x10000, 0)
+        bias = _as_float((_as_bits(low) & -65536) + step)
+        span = high - bias
+        broken = (gl.abs(span) < _INF) == 0
+        scale = _as_float((_as_bits(ptx.divide(span, zero + 15.0)) + 0xFFFF) & -65536)
+        scale = gl.where(broken | (scale < _FLOOR), 0.0, scale)
+        inverse = gl.where(scale > 0.0, ptx.divide(zero + 1.0, gl.where(scale > 0.0, scale, 1.0)), 0.0)
+        word = _as_bits(scale) | ((_as_bits(bias) >> 16) & 0xFFFF)
+        word = gl.where(broken, 0x7FC07FC0, word)
+
+        inside = token + r < num_tokens
+        slot = gl.load(slots + token + r, mask=inside, other=-1).to(gl.int64)
+        keep = (slot >= 0) & (slot < num_slots)
+        block, inner = slot // BLOCK, slot % BLOCK
+        codes = cache + (places[0] + block * places[1] + inner * places[2] + head * places[3] + g)
+        for c in gl.static_range(2 * HALVES):
+            packed = g * 0
+            for n in gl.static_range(8):
+                value = y[(2 * c + r) * 8 + 7 - n] * gain
+                packed = packed * 16 + ptx.floor_bits((value - bias) * inverse + 0.5)
+            # Without the bits of 2^23, of which those of the two lowest codes remain.
+            packed = gl.where(broken, 0, packed + 0x05000000)
+            gl.store(codes + 8 * c, packed, mask=keep)
+        gl.store(cache + (places[4] + block * places[5] + inner * places[6] + head * places[7]), word, mask=keep & (g == 0))
+
+
+@gluon.jit
+def _write_rows(
+    x, cache, slots, token_stride, head_stride, places, gain, num_tokens, num_slots, thread,
+    HEADS: gl.constexpr, BLOCK: gl.constexpr, D: gl.constexpr, STEPS: gl.constexpr, HALF: gl.constexpr,
+    SIGNS: gl.constexpr,
+):  # fmt: skip
+    lane, warp = thread & 31, thread >> 5
+    g, t = lane >> 2, lane & 3
+    unit = gl.program_id(0) * gl.num_warps() + warp
+    head = unit % HEADS
+    first = unit // HEADS * (8 * STEPS)
+    masks = ()
+    for run in gl.static_range(D // 32):
+        bits = (lane * 0 + _sign_word(SIGNS, run)) >> (8 * t)
+        for w in gl.static_range(4):
+            masks = masks + (((bits << (30 - 2 * w)) & -2147483648) | ((bits << (15 - 2 * w)) & 0x8000),)
+    common = g & t
+    odd = (common ^ (common >> 1)) & 1
+    one: gl.constexpr = 0x3C003C00 if HALF else 0x3F803F80
+    signed = (odd << 15) ^ ((odd ^ (g >> 2)) << 31) ^ one
+    matrix = (signed, signed, signed, signed ^ -2147450880)
+    gains = gl.zeros_like(thread).to(gl.float32) + gain
+    start = head.to(gl.int64) * head_stride + 8 * t
+    words = _load_step(x, first + g, num_tokens, token_stride, start, D)
+    for step in gl.static_range(STEPS):
+        following = words
+        if step + 1 < STEPS:
+            following = _load_step(x, first + 8 * step + 8 + g, num_tokens, token_stride, start, D)
+        _write_step(
+            words, masks, matrix, cache, slots, first + 8 * step + 2 * t, num_tokens, num_slots, places, head, g, gains,
+            BLOCK, D, HALF,
+        )  # fmt: skip
+        words = following
+
+
+@gluon.jit(do_not_specialize=["num_tokens", "num_slots"])
+def write_kernel(
+    key, value, cache, slots, key_t, key_h, value_t, value_h,
+    k_offset, k_b, k_s, k_h, kw_offset, kw_b, kw_s, kw_h, v_offset, v_b, v_s, v_h, vw_offset, vw_b, vw_s, vw_h,
+    gain, num_tokens, num_slots,
+    HEADS: gl.constexpr, BLOCK: gl.constexpr, D: gl.constexpr, STEPS: gl.constexpr, HALF: gl.constexpr,
+    SIGNS: gl.constexpr,
+):  # fmt: skip
+    """Write keys (program_id(1) = 0) or values (1); a warp takes 8 * STEPS tokens of one head."""
+    thread = gl.arange(0, 32 * gl.num_warps(), gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    if gl.program_id(1) == 0:
+        _write_rows(
+            key, cache, slots, key_t, key_h, (k_offset, k_b, k_s, k_h, kw_offset, kw_b, kw_s, kw_h), gain, num_tokens,
+            num_slots, thread, HEADS, BLOCK, D, STEPS, HALF, SIGNS,
+        )  # fmt: skip
+    else:
+        _write_rows(
+            value, cache, slots, value_t, value_h, (v_offset, v_b, v_s, v_h, vw_offset, vw_b, vw_s, vw_h), gain, num_tokens,
+            num_slots, thread, HEADS, BLOCK, D, STEPS, HALF, SIGNS,
+        )  # fmt: skip
+
+
+def write_supports(key: torch.Tensor, value: torch.Tensor, layout: KVCacheLayout) -> bool:
+    """Return True if `write_rows` serves such rows: 16-bit, 16-byte aligned, both stored as `int4`, of one head size."""
+    return (
+        layout.k_format.name == layout.v_format.name == "int4"
+        and layout.head_size == layout.head_size_v
+        and layout.head_size in HEAD_SIZES
+        and key.dtype in (torch.float16, torch.bfloat16)
+        and not (key.data_ptr() | value.data_ptr()) % ALIGNMENT
+        and not (key.stride(0) | key.stride(1) | value.stride(0) | value.stride(1)) % (ALIGNMENT // 2)
+    )
+
+
+def write_rows(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    layout: KVCacheLayout,
+    steps: int | None = None,
+    num_warps: int = NUM_WARPS,
+) -> None:
+    """Quantize rows and write them to their slots, in one launch, for rows that `write_supports` accepts.
+
+    Args: those of `nibblekv.reshape_and_cache`; steps, num_warps: override the launch parameters.
+    """
+    places = geometry(layout, kv_cache)
+    num_tokens, num_heads = slot_mapping.shape[0], layout.num_kv_heads
+    if steps is None:
+        steps = LONG_STEPS if num_tokens >= LONG_CALL else SHORT_STEPS
+    units = -(-num_tokens // (8 * steps)) * num_heads
+    launch(
+        write_kernel,
+        (-(-units // num_warps), 2),
+        (key, value, kv_cache.view(torch.int32), slot_mapping),
+        (
+            key.stride(0), key.stride(1), value.stride(0), value.stride(1),
+            *places.k_rows, *places.k_words, *places.v_rows, *places.v_words, layout.head_size**-0.5,
+        ),
+        (num_tokens, kv_cache.shape[0] * layout.block_size),
+        (
+            num_heads, layout.block_size, layout.head_size, steps, key.dtype == torch.float16,
+            _signs("full", layout.head_size),
+        ),
+        num_warps=num_warps,
+    )  # fmt: skip
