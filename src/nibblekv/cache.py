@@ -411,12 +411,10 @@ class PagedKVCache:
 
     def _allocate_raw(self, layout: KVCacheLayout) -> tuple[torch.Tensor, torch.Tensor]:
         shape = (self._raw_capacity, self._raw_rows, layout.num_kv_heads)
-        # Tensors that are made in inference mode could not be written outside of it.
-        with torch.inference_mode(False):
-            return (
-                torch.zeros(*shape, layout.head_size, dtype=self.raw_dtype, device=self.device),
-                torch.zeros(*shape, layout.head_size_v, dtype=self.raw_dtype, device=self.device),
-            )
+        return (
+            torch.zeros(*shape, layout.head_size, dtype=self.raw_dtype, device=self.device),
+            torch.zeros(*shape, layout.head_size_v, dtype=self.raw_dtype, device=self.device),
+        )
 
     def _reserve_raw(self, capacity: int) -> None:
         """Make room for the unquantized tokens of that many sequence rows."""
