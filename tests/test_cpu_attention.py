@@ -9,7 +9,7 @@ import pytest
 import torch
 from batches import POISON, Batch
 from oracle import attend as oracle_attend
-from test_reference_attention import OPTIONS, QUERY_LENS, SEQ_LENS
+from test_attention import OPTIONS, QUERY_LENS, SEQ_LENS
 
 from nibblekv import FORMATS, AttentionOptions, KVCacheLayout, paged_attention, reshape_and_cache
 from nibblekv.backends import cpu, reference
