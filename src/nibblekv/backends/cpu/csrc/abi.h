@@ -109,7 +109,7 @@ struct Kernels {
 };
 
 constexpr int64_t kMaxRows = 32;
-constexpr int64_t kTile = 128;
+constexpr int64_t kTile = 256;
 constexpr int64_t kMaxHeadSize = 512;
 
 extern const Kernels generic_kernels;
