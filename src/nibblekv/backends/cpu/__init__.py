@@ -27,8 +27,9 @@ __all__ = ["paged_attention", "reshape_and_cache", "supports", "unavailable_reas
 
 # From here on a chunk of queries goes to torch: below, its calls cost more than they save.
 TORCH_QUERIES = 64
+CHECKS_PAGES = True
 _WRITE_ARGS = struct.Struct("14q")
-_ATTENTION_ARGS = struct.Struct("49q3d")
+_ATTENTION_ARGS = struct.Struct("50q3d")
 
 
 def supports(layout: KVCacheLayout, options: AttentionOptions | None, device: torch.device) -> str | None:
@@ -153,6 +154,7 @@ def _prefill(
     value: torch.Tensor,
 ) -> None:
     """Attend to the pages before the queries with the kernels, to the queries' own rows with torch, and merge by weight."""
+    layout.check_pages(block_table, seq_lens, kv_cache.shape[0])
     starts, lengths = query_start_loc.tolist(), seq_lens.tolist()
     plain = dataclasses.replace(options, sinks=None, sliding_window=0)
     heads = (layout.num_kv_heads, query.shape[1] // layout.num_kv_heads)
@@ -222,7 +224,7 @@ def _attend(
             out.data_ptr(), out_token * out_size, out_head * out_size, DTYPES[out.dtype],
             _address(lse), *raw,
             block_table.data_ptr(), table_row * entry, table_column * entry, wide,
-            *index(seq_lens), *index(query_start_loc), seq_lens.shape[0], query.shape[1],
+            *index(seq_lens), *index(query_start_loc), seq_lens.shape[0], query.shape[1], kv_cache.shape[0],
             flags is None and bool(options.causal), _address(flags),
             options.sliding_window, options.chunk_size, options.chunk_lookback, _address(prefix_lens), options.rswa_window,
             _address(slopes), options.alibi_sqrt, _address(sinks), _address(bias), 0 if bias is None else bias.shape[0],
@@ -232,6 +234,8 @@ def _attend(
             0.0 if options.output_scale is None else float(options.output_scale),
         )
     )  # fmt: skip
+    if status == 2:
+        layout.check_pages(block_table, seq_lens, kv_cache.shape[0])
     if status:
         raise MemoryError("paged_attention: no memory for the states of the splits")
 
