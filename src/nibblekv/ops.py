@@ -184,10 +184,7 @@ def paged_attention(
     _check_index("block_table", block_table, (num_seqs, "max_blocks"))
     if softmax_scale is None:
         softmax_scale = layout.head_size**-0.5
-    if options:
-        opts = AttentionOptions(softmax_scale=softmax_scale, **options)
-    else:
-        opts = _plain_options(softmax_scale)
+    opts = AttentionOptions(softmax_scale=softmax_scale, **options) if options else _plain_options(softmax_scale)
     if query.dim() != 3 or not query.shape[1] or query.shape[1] % layout.num_kv_heads or query.shape[2] != layout.head_size:
         raise ValueError(
             f"query: expected [num_tokens, a multiple of {layout.num_kv_heads} heads, {layout.head_size}], "
@@ -251,7 +248,7 @@ def paged_attention(
 
 @lru_cache(maxsize=256)
 def _plain_options(softmax_scale: float) -> AttentionOptions:
-    """Return checked options without any beside the scale: making and checking the record takes longer than a short call."""
+    """Return checked options with the scale alone: to make and check the record takes longer than a short call."""
     opts = AttentionOptions(softmax_scale=softmax_scale)
     opts.check(0, 0, torch.device("cpu"))
     return opts
@@ -274,7 +271,8 @@ def _check_lengths(
     for query_len, seq_len in zip(query_lens, lengths, strict=True):
         if not query_len <= seq_len <= capacity:
             raise ValueError(
-                f"seq_lens: expected from the query length {query_len} to {capacity}, the block table's tokens, got {seq_len}"
+                f"seq_lens: expected from the query length {query_len} to {capacity}, "
+                f"the block table's tokens, got {seq_len}"
             )
     return max(query_lens, default=0), max(lengths, default=0)
 

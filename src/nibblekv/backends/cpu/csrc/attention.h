@@ -171,8 +171,10 @@ static void make_operand(Context& c, int64_t r) {
   const int64_t n = c.g.k.head_size;
   const bool nibbles = c.g.k.code == kUint4;
   const float* x = c.w.query_rotated + r * kMaxHeadSize;
-  float largest = 0;
-  for (int64_t d = 0; d < n; ++d) largest = fabsf(x[d]) > largest ? fabsf(x[d]) : largest;
+  __m512 top = _mm512_setzero_ps();
+  for (int64_t d = 0; d < n; d += 16)
+    top = _mm512_max_ps(top, _mm512_abs_ps(_mm512_maskz_loadu_ps(n - d >= 16 ? 0xFFFF : 0x00FF, x + d)));
+  const float largest = _mm512_reduce_max_ps(top);
   const float inverse = largest > kSmallestOperand ? kLargestOperand / largest : 0.0f;
   int32_t sum = 0;
   int8_t* bytes = reinterpret_cast<int8_t*>(c.w.operand + r * kMaxHeadSize / 2);
@@ -601,20 +603,21 @@ static void load_queries(Context& c) {
     const int64_t n = c.g.k.head_size;
     load_row(c.a.query_dtype,
              c.a.query + (c.begin + c.query(r)) * c.a.query_token_stride + c.head(r) * c.a.query_head_stride, n, raw);
-    float check = 0;
-    for (int64_t d = 0; d < n; ++d) check += raw[d] * 0.0f;
-    const bool broken = check != check;
+    v8 check = (v8){}, sum = check;
+    for (int64_t d = 0; d < n; d += 8) check += load8(raw + d) * 0.0f;
+    const float zero = sum8(check);
+    const bool broken = zero != zero;
     for (int64_t d = 0; d < n; ++d) raw[d] = broken ? 0.0f : raw[d] * c.factor;
     memcpy(rotated, raw, n * sizeof(float));
     rotate_row(*c.g.k.rotation, rotated);
     const float gain = c.g.k.rotation->inverse_gain;  // q . x = inverse_gain * (R q) . (R x)
-    double sum = 0;
-    for (int64_t d = 0; d < n; ++d) {
-      rotated[d] *= gain;
-      sum += rotated[d];
+    for (int64_t d = 0; d < n; d += 8) {
+      const v8 x = load8(rotated + d) * gain;
+      store8(rotated + d, x);
+      sum += x;
     }
     // A query that is not a number makes every score one that is not.
-    c.sum[r] = broken ? NAN : static_cast<float>(sum);
+    c.sum[r] = broken ? NAN : sum8(sum);
 #if NKV_AVX512
     if (c.k_int) make_operand(c, r);
 #endif

@@ -63,7 +63,7 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 constexpr int64_t kInvariantSplit = 1024;  // tokens of a split where nothing but the sequence may decide
 constexpr int64_t kSmallestSplit = 512;  // below, loading the queries again costs more than a tenth
-constexpr int64_t kItemsPerThread = 4;  // items to balance by
+constexpr int64_t kItemsPerThread = 6;  // items to balance by
 constexpr int64_t kWriteGrain = 64;  // rows: about 20 us
 
 // Whether every page of every sequence is one of the cache's.
@@ -121,8 +121,9 @@ void attention(const AttentionArgs& a) {
   if (a.batch_invariant) {
     split_size = kInvariantSplit;
   } else if (a.num_threads > 1 && static_cast<int64_t>(blocks.size()) < kItemsPerThread * a.num_threads) {
-    const int64_t wanted = ceil_div(ceil_div(work, kItemsPerThread * a.num_threads), kTile) * kTile;
-    split_size = wanted < kSmallestSplit ? kSmallestSplit : wanted;
+    const int64_t wanted = ceil_div(work, kItemsPerThread * a.num_threads);
+    const int64_t splits = ceil_div(most, wanted < kSmallestSplit ? kSmallestSplit : wanted);
+    split_size = ceil_div(ceil_div(most, splits), kTile) * kTile;  // of one size: a rest would leave a thread idle
   }
   const bool spread = a.num_threads > 1 && static_cast<int64_t>(blocks.size()) < kItemsPerThread * a.num_threads;
   std::vector<Item> items, merges;
