@@ -120,7 +120,7 @@ void attention(const AttentionArgs& a) {
   int64_t split_size = ceil_div(most > 0 ? most : 1, kTile) * kTile;
   if (a.batch_invariant) {
     split_size = kInvariantSplit;
-  } else if (a.num_threads > 1 && static_cast<int64_t>(blocks.size()) < kItemsPerThread * a.num_threads) {
+  } else if (a.num_threads > 1 && most > 0 && static_cast<int64_t>(blocks.size()) < kItemsPerThread * a.num_threads) {
     const int64_t wanted = ceil_div(work, kItemsPerThread * a.num_threads);
     const int64_t splits = ceil_div(most, wanted < kSmallestSplit ? kSmallestSplit : wanted);
     split_size = ceil_div(ceil_div(most, splits), kTile) * kTile;  // of one size: a rest would leave a thread idle
