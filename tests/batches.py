@@ -110,16 +110,17 @@ class Batch:
             stored_value,
         )
 
-    def attend(self, **options: object) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Call `paged_attention` on the batch, into an output that is NaN wherever nothing is written.
+    def attend(self, backend: str | None = None, **options: object) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Call `paged_attention` of a backend (`Batch.backend`) on the batch, into an output of NaN.
 
         Skip the test if the backend does not support the call.
         """
+        backend = backend or self.backend
         known = {name: options[name] for name in options if name in AttentionOptions.__dataclass_fields__}
         described = AttentionOptions(**{"softmax_scale": 1.0, **known})  # type: ignore[arg-type]
-        reason = get_backend(self.backend).supports(self.layout, described, self.query.device)
+        reason = get_backend(backend).supports(self.layout, described, self.query.device)
         if reason is not None:
-            pytest.skip(f"{self.backend}: {reason}")
+            pytest.skip(f"{backend}: {reason}")
         if "out" not in options and options.get("output_scale") is None:
             shape = (*self.query.shape[:2], self.layout.head_size_v)
             options["out"] = torch.full(shape, torch.nan, dtype=self.query.dtype)
@@ -130,7 +131,7 @@ class Batch:
             self.seq_lens,
             self.query_start_loc,
             self.layout,
-            backend=self.backend,
+            backend=backend,
             **options,  # type: ignore[arg-type]
         )
 
