@@ -147,13 +147,11 @@ def _prefill(shape: tuple[int, int, int], name: str, backend: str, tokens: int) 
             return paged_attention(*state.inputs, out=state.out, key=state.key, value=state.value, backend=backend)
 
         theirs: Arrangements = {}
+        query, key, value = (x.transpose(0, 1)[None].contiguous() for x in (state.query, state.key, state.value))
+        repeated = [x.repeat_interleave(heads // kv_heads, 1) for x in (key, value)]
         for dtype in (torch.bfloat16, torch.float32):
-            query, key, value = (
-                x.transpose(0, 1)[None].to(dtype).contiguous() for x in (state.query, state.key, state.value)
-            )
-            repeated = (x.repeat_interleave(heads // kv_heads, 1) for x in (key, value))
-            theirs[f"SDPA {_short(dtype)}, repeated heads"] = _sdpa(query, *repeated, is_causal=True)
-            theirs[f"SDPA {_short(dtype)}, enable_gqa"] = _sdpa(query, key, value, is_causal=True, enable_gqa=True)
+            theirs[f"SDPA {_short(dtype)}, repeated heads"] = _sdpa_in(dtype, query, *repeated, is_causal=True)
+            theirs[f"SDPA {_short(dtype)}, enable_gqa"] = _sdpa_in(dtype, query, key, value, is_causal=True, enable_gqa=True)
         few = state.query[-8:].contiguous()
         return "prefill", f"{heads}/{kv_heads} D={head_size} T={tokens}", ours, theirs, state.error(few, backend)
 
@@ -221,6 +219,16 @@ class _State:
 
 def _sdpa(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> Callable[[], object]:
     return lambda: torch.nn.functional.scaled_dot_product_attention(query, key, value, **options)
+
+
+def _sdpa_in(dtype: torch.dtype, *rows: torch.Tensor, **options: Any) -> Callable[[], object]:
+    """Attend in another dtype than the model's, which has to convert what it has just computed."""
+
+    def call() -> torch.Tensor:
+        query, key, value = (x.to(dtype) for x in rows)
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value, **options).to(rows[0].dtype)
+
+    return call
 
 
 def _short(dtype: torch.dtype) -> str:

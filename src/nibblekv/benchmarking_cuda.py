@@ -67,6 +67,7 @@ SHAPES: tuple[Shape, ...] = (
 
 def graph_time(calls: Sequence[Callable[[], Any]], replays: int = 15) -> float:
     """Return the median GPU microseconds of one of the calls, replayed one after another in a CUDA graph."""
+    torch.cuda.synchronize()  # the inputs are made on another stream
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for call in calls:

@@ -173,6 +173,21 @@ class KVCacheLayout:
             )
         self._accepted.add(geometry)
 
+    def check_pages(self, block_table: torch.Tensor, seq_lens: torch.Tensor, num_blocks: int) -> None:
+        """Raise ValueError if a page of a sequence is not one of the cache's. Reads the tensors' data.
+
+        Args:
+            block_table: [num_seqs, max_blocks] int32 or int64.
+            seq_lens: [num_seqs], tokens.
+            num_blocks: pages of the cache.
+        """
+        first_slot = torch.arange(block_table.shape[1], device=block_table.device)[None, :] * self.block_size
+        pages = block_table[first_slot < seq_lens[:, None]]
+        if pages.numel():
+            first, last = (int(page) for page in pages.aminmax())
+            if not 0 <= first <= last < num_blocks:
+                raise ValueError(f"block_table: expected pages 0 to {num_blocks - 1}, got {first} to {last}")
+
     @cached_property
     def _accepted(self) -> set[tuple[object, ...]]:
         return set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -81,23 +82,35 @@ def reshape_and_cache(
         NotImplementedError: the named backend cannot serve the call.
     """
     layout.check(kv_cache)
-    _check_index("slot_mapping", slot_mapping, ("num_tokens",))
+    if slot_mapping.dim() != 1 or slot_mapping.dtype not in _INDICES:
+        _check_index("slot_mapping", slot_mapping, ("num_tokens",))
     num_tokens = slot_mapping.shape[0]
-    _check_rows("key", key, num_tokens, layout.num_kv_heads, layout.head_size)
-    _check_rows("value", value, num_tokens, layout.num_kv_heads, layout.head_size_v)
-    if value.dtype != key.dtype:
+    if (  # the checks below at once: they take longer than a write of one token
+        key.shape != (num_tokens, layout.num_kv_heads, layout.head_size)
+        or value.shape != (num_tokens, layout.num_kv_heads, layout.head_size_v)
+        or not (key.dtype is value.dtype and key.dtype in _FLOATS)
+        or key.stride(2) != 1
+        or value.stride(2) != 1
+    ):
+        _check_rows("key", key, num_tokens, layout.num_kv_heads, layout.head_size)
+        _check_rows("value", value, num_tokens, layout.num_kv_heads, layout.head_size_v)
         raise TypeError(f"value: expected the dtype of key, {key.dtype}, got {value.dtype}")
-    for name, tensor in (("key", key), ("value", value), ("slot_mapping", slot_mapping)):
-        _check_device(name, tensor, kv_cache.device)
+    on_cpu = kv_cache.is_cpu
+    if not (on_cpu and key.is_cpu and value.is_cpu and slot_mapping.is_cpu):
+        for name, tensor in (("key", key), ("value", value), ("slot_mapping", slot_mapping)):
+            _check_device(name, tensor, kv_cache.device)
     if num_tokens == 0:
         return
-    num_slots = kv_cache.shape[0] * layout.block_size
-    if kv_cache.device.type == "cpu":
+    if on_cpu:
+        num_slots = kv_cache.shape[0] * layout.block_size
         largest = max(slot_mapping.tolist()) if num_tokens <= FEW_TOKENS else int(slot_mapping.max())
         if largest >= num_slots:
             raise ValueError(f"slot_mapping: expected slots below {num_slots}, got {largest}")
     module = select_backend(backend, layout, None, kv_cache.device)
-    with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
+    if not torch.is_grad_enabled():
+        module.reshape_and_cache(key, value, kv_cache, slot_mapping, layout)
+        return
+    with torch.no_grad():
         module.reshape_and_cache(key, value, kv_cache, slot_mapping, layout)
 
 
@@ -118,7 +131,7 @@ def gather_and_dequantize(
             f"seq_len: expected 0 to {block_table.shape[-1] * layout.block_size}, the table's tokens, got {seq_len}"
         )
     if kv_cache.device.type == "cpu":
-        _check_pages(block_table[: -(-seq_len // layout.block_size)], kv_cache.shape[0])
+        layout.check_pages(block_table[None], torch.tensor([seq_len], device="cpu"), kv_cache.shape[0])
     return reference.gather_and_dequantize(kv_cache, block_table, seq_len, layout)
 
 
@@ -169,7 +182,9 @@ def paged_attention(
     num_seqs = seq_lens.shape[0]
     _check_index("query_start_loc", query_start_loc, (num_seqs + 1,))
     _check_index("block_table", block_table, (num_seqs, "max_blocks"))
-    opts = AttentionOptions(softmax_scale=layout.head_size**-0.5 if softmax_scale is None else softmax_scale, **options)
+    if softmax_scale is None:
+        softmax_scale = layout.head_size**-0.5
+    opts = AttentionOptions(softmax_scale=softmax_scale, **options) if options else _plain_options(softmax_scale)
     if query.dim() != 3 or not query.shape[1] or query.shape[1] % layout.num_kv_heads or query.shape[2] != layout.head_size:
         raise ValueError(
             f"query: expected [num_tokens, a multiple of {layout.num_kv_heads} heads, {layout.head_size}], "
@@ -177,12 +192,14 @@ def paged_attention(
         )
     _check_dtype("query", query, _FLOATS)
     _check_contiguous("query", query)
-    device = query.device
-    opts.check(num_seqs, query.shape[1], device)
-    _check_device("kv_cache", kv_cache, device)
-    _check_device("block_table", block_table, device)
-    _check_device("seq_lens", seq_lens, device)
-    _check_device("query_start_loc", query_start_loc, device)
+    device, on_cpu = query.device, query.is_cpu
+    if options or softmax_scale is not None:
+        opts.check(num_seqs, query.shape[1], device)
+    if not (on_cpu and kv_cache.is_cpu and block_table.is_cpu and seq_lens.is_cpu and query_start_loc.is_cpu):
+        _check_device("kv_cache", kv_cache, device)
+        _check_device("block_table", block_table, device)
+        _check_device("seq_lens", seq_lens, device)
+        _check_device("query_start_loc", query_start_loc, device)
     if (key is None) != (value is None):
         raise ValueError("value: expected key and value together, got one of them")
     if key is not None and value is not None:
@@ -203,8 +220,8 @@ def paged_attention(
     _check_contiguous("out", out)
     lse = torch.empty(out_shape[:2], dtype=torch.float32, device=device) if return_lse else None
     capacity = block_table.shape[1] * layout.block_size
-    if device.type == "cpu":
-        max_query_len, max_seq_len = _check_lengths(query, kv_cache, block_table, seq_lens, query_start_loc, layout)
+    if on_cpu:
+        max_query_len, max_seq_len = _check_lengths(query, block_table, seq_lens, query_start_loc, layout)
         if opts.qq_bias is not None and opts.qq_bias.shape[0] < max_query_len:
             raise ValueError(
                 f"qq_bias: expected at least {max_query_len} rows, the longest query, got {opts.qq_bias.shape[0]}"
@@ -217,6 +234,8 @@ def paged_attention(
                 f"{max_query_len} tokens, got {opts.raw_key.shape[1]}"
             )
     module = select_backend(backend, layout, opts, device)
+    if on_cpu and not getattr(module, "CHECKS_PAGES", False):
+        layout.check_pages(block_table, seq_lens, kv_cache.shape[0])
     if query.shape[0]:
         # Autocast would run a backend's products in 16 bit; a graph would keep every dequantized page alive.
         autocast = torch.is_autocast_enabled(device.type)
@@ -230,9 +249,16 @@ def paged_attention(
     return out if lse is None else (out, lse)
 
 
+@lru_cache(maxsize=256)
+def _plain_options(softmax_scale: float) -> AttentionOptions:
+    """Return checked options with the scale alone: to make and check the record takes longer than a short call."""
+    opts = AttentionOptions(softmax_scale=softmax_scale)
+    opts.check(0, 0, torch.device("cpu"))
+    return opts
+
+
 def _check_lengths(
     query: torch.Tensor,
-    kv_cache: torch.Tensor,
     block_table: torch.Tensor,
     seq_lens: torch.Tensor,
     query_start_loc: torch.Tensor,
@@ -244,17 +270,13 @@ def _check_lengths(
     if starts[0] != 0 or starts[-1] != query.shape[0] or starts != sorted(starts):
         raise ValueError(f"query_start_loc: expected 0 rising to {query.shape[0]}, got {starts}")
     query_lens = [end - begin for begin, end in pairwise(starts)]
+    capacity = block_table.shape[1] * layout.block_size
     for query_len, seq_len in zip(query_lens, lengths, strict=True):
-        if not query_len <= seq_len <= block_table.shape[1] * layout.block_size:
+        if not query_len <= seq_len <= capacity:
             raise ValueError(
-                f"seq_lens: expected from the query length {query_len} to {block_table.shape[1] * layout.block_size}, "
+                f"seq_lens: expected from the query length {query_len} to {capacity}, "
                 f"the block table's tokens, got {seq_len}"
             )
-    if len(lengths) == 1:  # a mask of the table costs more than the check
-        _check_pages(block_table[0, : -(-lengths[0] // layout.block_size)], kv_cache.shape[0])
-    else:
-        first_slot = torch.arange(block_table.shape[1], device="cpu")[None, :] * layout.block_size
-        _check_pages(block_table[first_slot < seq_lens[:, None]], kv_cache.shape[0])
     return max(query_lens, default=0), max(lengths, default=0)
 
 
@@ -269,23 +291,12 @@ def _check_raw(raw_key: torch.Tensor, raw_value: torch.Tensor, num_seqs: int, la
         raise TypeError(f"raw_value: expected the dtype of raw_key, {raw_key.dtype}, got {raw_value.dtype}")
 
 
-def _check_pages(pages: torch.Tensor, num_blocks: int) -> None:
-    if pages.numel():
-        first, last = (int(page) for page in pages.aminmax())
-        if not 0 <= first <= last < num_blocks:
-            raise ValueError(f"block_table: expected pages 0 to {num_blocks - 1}, got {first} to {last}")
-
-
 def _check_index(name: str, tensor: torch.Tensor, shape: tuple[int | str, ...]) -> None:
-    _check_dtype(name, tensor, _INDICES)
+    if tensor.dtype not in _INDICES:
+        _check_dtype(name, tensor, _INDICES)
     actual = tensor.shape
-    if len(actual) == len(shape):
-        for expected, size in zip(shape, actual, strict=True):
-            if expected != size and isinstance(expected, int):
-                break
-        else:
-            return
-    raise ValueError(f"{name}: expected shape [{', '.join(map(str, shape))}], got {list(actual)}")
+    if len(actual) != len(shape) or any(isinstance(n, int) and n != m for n, m in zip(shape, actual, strict=True)):
+        raise ValueError(f"{name}: expected shape [{', '.join(map(str, shape))}], got {list(actual)}")
 
 
 def _check_contiguous(name: str, tensor: torch.Tensor) -> None:
@@ -304,7 +315,9 @@ def _check_device(name: str, tensor: torch.Tensor, expected: torch.device) -> No
 
 
 def _check_rows(name: str, rows: torch.Tensor, num_tokens: int, num_kv_heads: int, head_size: int) -> None:
-    if tuple(rows.shape) != (num_tokens, num_kv_heads, head_size):
+    if rows.shape != (num_tokens, num_kv_heads, head_size):
         raise ValueError(f"{name}: expected shape {(num_tokens, num_kv_heads, head_size)}, got {tuple(rows.shape)}")
-    _check_dtype(name, rows, _FLOATS)
-    _check_contiguous(name, rows)
+    if rows.dtype not in _FLOATS:
+        _check_dtype(name, rows, _FLOATS)
+    if rows.stride(-1) != 1:
+        _check_contiguous(name, rows)

@@ -2,7 +2,8 @@
 
 A backend module has `unavailable_reason() -> str | None` (why it cannot run on this machine), `supports(layout, options,
 device) -> str | None` (why it cannot serve this call), `reshape_and_cache` and `paged_attention` with the signatures of
-`reference.py`. Backends never import one another.
+`reference.py`. Backends never import one another. `CHECKS_PAGES = True` says that its `paged_attention` refuses a block
+table with pages outside the cache itself, as `KVCacheLayout.check_pages` does, before it writes anything.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import struct
+from collections.abc import Iterator
 from itertools import pairwise
 
 import torch
@@ -27,8 +28,11 @@ __all__ = ["paged_attention", "reshape_and_cache", "supports", "unavailable_reas
 
 # From here on a chunk of queries goes to torch: below, its calls cost more than they save.
 TORCH_QUERIES = 64
+# Values of a query that are widened at once, 32 MB: torch balances few heads badly over threads.
+WIDE_VALUES = 1 << 23
+CHECKS_PAGES = True
 _WRITE_ARGS = struct.Struct("14q")
-_ATTENTION_ARGS = struct.Struct("61q3d")
+_ATTENTION_ARGS = struct.Struct("62q3d")
 
 
 def supports(layout: KVCacheLayout, options: AttentionOptions | None, device: torch.device) -> str | None:
@@ -113,11 +117,11 @@ def _torch_attends_chunk(
 
 def _flash(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, heads: tuple[int, int], options: AttentionOptions
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend one chunk to itself: rows [KV heads, group, queries, head_size], lse [KV heads, group, queries] float32.
+) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+    """Attend one chunk to itself: yields KV heads, their rows [queries, heads, group, head_size] and lse without head_size.
 
-    Without tile instructions (AMX) torch multiplies 16-bit matrices 1.7 times slower than float32 ones; then one KV head
-    after another is widened, so that what is widened stays small.
+    Without tile instructions (AMX) torch multiplies 16-bit matrices 1.7 times slower than float32 ones; then some KV heads
+    after others are widened, so that what is widened stays small.
     """
     grouped = query.unflatten(1, heads).permute(1, 2, 0, 3)
     own_key, own_value = (rows.transpose(0, 1).unsqueeze(1).expand_as(grouped) for rows in (key, value))
@@ -126,17 +130,16 @@ def _flash(
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             *rows, 0.0, bool(options.causal), attn_mask=None, scale=options.softmax_scale
         )
-        return out, lse
+        return out.permute(2, 0, 1, 3), lse.permute(2, 0, 1)
 
     if query.dtype == torch.float32 or (query.dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()):
-        return attend(grouped, own_key, own_value)
-    out = torch.empty_like(grouped)
-    lse = torch.empty(grouped.shape[:-1], dtype=torch.float32)
-    for head in range(heads[0]):
-        wide = [rows[head, :1].float().expand_as(grouped[head])[None] for rows in (own_key, own_value)]
-        head_out, head_lse = attend(grouped[head].float()[None], *wide)
-        out[head], lse[head] = head_out[0], head_lse[0]
-    return out, lse
+        yield slice(None), *attend(grouped, own_key, own_value)
+        return
+    step = max(1, WIDE_VALUES // grouped[0].numel())
+    for head in range(0, heads[0], step):
+        part = slice(head, head + step)
+        wide = [rows[part, :1].float().expand_as(grouped[part]) for rows in (own_key, own_value)]
+        yield part, *attend(grouped[part].float(), *wide)
 
 
 def _prefill(
@@ -153,6 +156,7 @@ def _prefill(
     value: torch.Tensor,
 ) -> None:
     """Attend to the pages before the queries with the kernels, to the queries' own rows with torch, and merge by weight."""
+    layout.check_pages(block_table, seq_lens, kv_cache.shape[0])
     starts, lengths = query_start_loc.tolist(), seq_lens.tolist()
     plain = dataclasses.replace(options, sinks=None, sliding_window=0)
     heads = (layout.num_kv_heads, query.shape[1] // layout.num_kv_heads)
@@ -166,21 +170,20 @@ def _prefill(
     for begin, end in pairwise(starts):
         if begin == end:
             continue
-        rows, rows_lse = _flash(query[begin:end], key[begin:end], value[begin:end], heads, options)
-        rows, rows_lse = rows.permute(2, 0, 1, 3), rows_lse.permute(2, 0, 1)  # queries first
-        total = rows_lse
-        if prefix_lse is not None:
-            total = torch.logaddexp(total, prefix_lse[begin:end].unflatten(1, heads))
-        if options.sinks is not None:
-            total = torch.logaddexp(total, options.sinks.float().view(heads))
-        if total is not rows_lse:
-            rows = rows * (rows_lse - total).exp().unsqueeze(-1)
-        if prefix is not None and prefix_lse is not None:
-            share = (prefix_lse[begin:end].unflatten(1, heads) - total).exp().unsqueeze(-1)
-            rows = rows + prefix[begin:end].unflatten(1, heads) * share
-        out[begin:end].unflatten(1, heads).copy_(rows)
-        if lse is not None:
-            lse[begin:end].unflatten(1, heads).copy_(total)
+        for part, rows, rows_lse in _flash(query[begin:end], key[begin:end], value[begin:end], heads, options):
+            total = rows_lse
+            if prefix_lse is not None:
+                total = torch.logaddexp(total, prefix_lse[begin:end].unflatten(1, heads)[:, part])
+            if options.sinks is not None:
+                total = torch.logaddexp(total, options.sinks.float().view(heads)[part])
+            if total is not rows_lse:
+                rows = rows * (rows_lse - total).exp().unsqueeze(-1)
+            if prefix is not None and prefix_lse is not None:
+                share = (prefix_lse[begin:end].unflatten(1, heads)[:, part] - total).exp().unsqueeze(-1)
+                rows = rows + prefix[begin:end].unflatten(1, heads)[:, part] * share
+            out[begin:end].unflatten(1, heads)[:, part].copy_(rows)
+            if lse is not None:
+                lse[begin:end].unflatten(1, heads)[:, part].copy_(total)
 
 
 def _attend(
@@ -230,7 +233,7 @@ def _attend(
             out.data_ptr(), out_token * out_size, out_head * out_size, DTYPES[out.dtype],
             _address(lse), *raw,
             block_table.data_ptr(), table_row * entry, table_column * entry, wide,
-            *index(seq_lens), *index(query_start_loc), seq_lens.shape[0], query.shape[1],
+            *index(seq_lens), *index(query_start_loc), seq_lens.shape[0], query.shape[1], kv_cache.shape[0],
             flags is None and bool(options.causal), _address(flags),
             options.sliding_window, options.chunk_size, options.chunk_lookback, _address(prefix_lens), options.rswa_window,
             _address(slopes), options.alibi_sqrt, _address(sinks), _address(bias), 0 if bias is None else bias.shape[0],
@@ -240,6 +243,8 @@ def _attend(
             0.0 if options.output_scale is None else float(options.output_scale),
         )
     )  # fmt: skip
+    if status == 2:
+        layout.check_pages(block_table, seq_lens, kv_cache.shape[0])
     if status:
         raise MemoryError("paged_attention: no memory for the states of the splits")
 

@@ -143,8 +143,9 @@ def geometry(layout: KVCacheLayout, kv_cache: torch.Tensor) -> int:
         places = []
         for view in (views.key_cache, views.value_cache, views.k_scale_cache, views.v_scale_cache):
             size = view.element_size()
-            block, slot, head = (stride * size for stride in view.stride()[:3])
-            places.append((view.storage_offset() * size - start, block, slot, head))
+            _, slot, head = (stride * size for stride in view.stride()[:3])
+            # Not the view's own: of a cache with one block that stride is arbitrary, and a grown cache has the same key.
+            places.append((view.storage_offset() * size - start, kv_cache.stride(0), slot, head))
         address = _geometry(layout, tuple(places))
         _by_strides[key] = address
         _keep.append(layout)  # so that its id stays its own

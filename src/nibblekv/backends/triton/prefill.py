@@ -11,6 +11,7 @@ The inner loop over a long prefix never unpacks codes: 2,048 queries would unpac
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import itertools
@@ -18,6 +19,7 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import triton
@@ -51,6 +53,7 @@ from nibblekv.backends.triton.launch import cdiv, launch, next_power_of_2
 from nibblekv.layout import KVCacheLayout
 from nibblekv.options import AttentionOptions
 
+VLLM_FLASH = "vllm.vllm_flash_attn.flash_attn_interface"
 # Bytes of dequantized keys and values that exist at once.
 WORKSPACE_BYTES = 64 << 20
 # From so many queries on a sequence's prefix is dequantized; fewer read packed pages.
@@ -513,13 +516,22 @@ def _attend_by_flash(
     """Attend every sequence's chunk causally with FlashAttention's varlen function, into raw."""
     starts = query_start_loc.to(torch.int32)
     attend_varlen = importlib.import_module(library).flash_attn_varlen_func
-    how = {"return_attn_probs": True} if library == "flash_attn" else {"return_softmax_lse": True}
+    how: dict[str, Any] = {"return_attn_probs": True}
+    if library == VLLM_FLASH:
+        how = {"return_softmax_lse": True, "fa_version": _vllm_flash_version()}
     results = attend_varlen(
         q=query, k=key, v=value, cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=max_query_len,
         max_seqlen_k=max_query_len, softmax_scale=softmax_scale, causal=True, **how,
     )  # fmt: skip
     raw.rows.copy_(results[0])
     raw.lse.copy_(results[1].transpose(0, 1))
+
+
+@functools.cache
+def _vllm_flash_version() -> int | None:
+    """Return the newest FlashAttention of vLLM's build that runs here, None if none was built."""
+    supported = importlib.import_module(VLLM_FLASH).is_fa_version_supported
+    return next((version for version in (3, 2) if supported(version)), None)
 
 
 def _library_for(
@@ -539,8 +551,8 @@ def _library_for(
         return None
     same = layout.head_size == layout.head_size_v <= 256
     # vLLM's build is taken where vLLM runs; importing all of vLLM for it would be a surprise.
-    if same and "vllm.vllm_flash_attn" in sys.modules:
-        return "vllm.vllm_flash_attn"
+    if same and VLLM_FLASH in sys.modules and _vllm_flash_version() is not None:
+        return VLLM_FLASH
     if same and importlib.util.find_spec("flash_attn") is not None:
         return "flash_attn"
     return "torch" if lengths_known and _torch_takes(query, key, value, True) else None

@@ -56,7 +56,7 @@ struct AttentionArgs {
   int64_t seq_lens_stride, seq_lens_are_64;
   const uint8_t* query_start_loc;
   int64_t query_start_stride, query_start_is_64;
-  int64_t num_seqs, num_query_heads;
+  int64_t num_seqs, num_query_heads, num_blocks;
   int64_t causal;
   const uint8_t* causal_flags;  // [num_seqs] or null
   int64_t sliding_window, chunk_size, chunk_lookback;
@@ -78,7 +78,7 @@ struct AttentionArgs {
 };
 
 static_assert(sizeof(Side) == 13 * 8 && sizeof(Geometry) == 28 * 8, "_library.py packs these fields");
-static_assert(sizeof(WriteArgs) == 14 * 8 && sizeof(AttentionArgs) == 64 * 8, "__init__.py packs these fields");
+static_assert(sizeof(WriteArgs) == 14 * 8 && sizeof(AttentionArgs) == 65 * 8, "__init__.py packs these fields");
 
 inline int64_t load_index(const uint8_t* base, int64_t stride, int64_t is_64, int64_t i) {
   const uint8_t* p = base + i * stride;
@@ -113,7 +113,7 @@ struct Kernels {
 };
 
 constexpr int64_t kMaxRows = 32;
-constexpr int64_t kTile = 128;
+constexpr int64_t kTile = 256;
 constexpr int64_t kMaxHeadSize = 512;
 
 extern const Kernels generic_kernels;

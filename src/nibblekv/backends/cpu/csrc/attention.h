@@ -22,10 +22,10 @@ struct Workspace {  // one per thread
   alignas(64) float query_raw[kMaxRows * kMaxHeadSize];
   alignas(64) int32_t operand[kMaxRows * kMaxHeadSize / 2];
   alignas(64) float scores[kMaxRows * kTile];  // then weights
-  alignas(64) int32_t weight_high[kMaxRows * kTile / 4], weight_low[kMaxRows * kTile / 4];
+  alignas(64) int32_t quads[4 * kTile], pairs[4 * kTile * 4];  // of weights, 4 rows; see ValueRow
   alignas(64) float keys[kMaxHeadSize * kTile];  // [dimension][token]
   alignas(64) float values[kTile * kMaxHeadSize];  // [token][dimension]
-  alignas(64) uint8_t key_codes[kMaxHeadSize * kTile + 16 * 64];
+  alignas(64) uint8_t key_codes[kMaxHeadSize * 32 + 16 * 64];  // of two groups
   alignas(64) uint8_t value_codes[kMaxHeadSize * kTile];
   alignas(64) float k_scale[kTile], k_bias[kTile], v_scale[kTile], v_bias[kTile];
   float float8[256];
@@ -41,11 +41,17 @@ static Workspace& workspace() {
   return *mine;
 }
 
+struct Pages {  // the rows of one tile, by groups of 16 tokens
+  const uint8_t *k[kGroups], *v[kGroups], *k_words[kGroups], *v_words[kGroups];
+};
+
 struct Bits {  // tokens of a tile
   uint64_t word[kTile / 64];
+  uint32_t of16(int64_t t) const { return static_cast<uint32_t>(word[t / 64] >> (t % 64)) & 0xFFFFu; }
 };
 
 enum class Form { kAny, kPacked, kRaw };  // how a query reads a position before its chunk
+enum Seen { kNone, kSome, kAll };  // of the tokens of a tile, and kAll only where they are whole groups of 16
 
 struct Context {  // of one item
   const AttentionArgs& a;
@@ -57,7 +63,7 @@ struct Context {  // of one item
   float factor;  // of the operands: softmax_scale, and log2(e) unless options need natural units
   float sum[kMaxRows];  // of the rotated query, times factor
   float operand_scale[kMaxRows];
-  int32_t center_high[kMaxRows], center_low[kMaxRows];
+  int32_t center[kMaxRows];
   float decay[kMaxRows];
 
   Context(const AttentionArgs& args, const Item& it)
@@ -105,17 +111,18 @@ struct Context {  // of one item
     }
   }
 
-  // Bits of the positions [first, first + n) that row r sees and reads in this form; returns whether there are any.
-  bool visible(int64_t r, int64_t first, int64_t n, Form form, Bits* bits) const {
+  // Bits of the positions [first, first + n) that row r sees and reads in this form.
+  Seen visible(int64_t r, int64_t first, int64_t n, Form form, Bits* bits) const {
     *bits = Bits{};
-    bool any = false;
+    Seen seen = kNone;
     const int64_t q = position(r), all = seq_len, window = a.raw_window > 0 ? q - a.raw_window + 1 : all;
     auto add = [&](int64_t low, int64_t high) {
       ranges(q, [&](int64_t from, int64_t to) {
         from = max64(max64(from, low) - first, 0);
         to = min64(min64(to, high) - first, n);
         if (from >= to) return;
-        any = true;
+        if (seen == kNone) seen = kSome;
+        if (from == 0 && to == n && n % 16 == 0) seen = kAll;
         for (int64_t i = from / 64; i <= (to - 1) / 64; ++i) {
           const int64_t begin = max64(from - 64 * i, 0), end = min64(to - 64 * i, 64);
           bits->word[i] |= (~0ULL >> (64 - (end - begin))) << begin;
@@ -129,13 +136,13 @@ struct Context {  // of one item
       const bool packed = ring && form == Form::kPacked;
       add(packed ? a.raw_sinks : 0, packed ? window : all);
     }
-    return any;
+    return seen;
   }
 };
 
-// Scale and bias of 16 tokens; the bias takes in the codes' centre. A word that is not a number leaves NaN in *mark, and 0
-// in its scale and bias.
-static void load_words(const Side& side, const uint8_t* p, float* scale, float* bias, float* mark) {
+// Scale and bias of 16 tokens; the bias takes in the codes' centre. Returns zeros, but NaN where a word is not a number: its
+// scale and bias are 0.
+NKV_INLINE v16 load_words(const Side& side, const uint8_t* p, float* scale, float* bias) {
   i16 word;
   if (side.word_slot_stride == 4) {
     word = *reinterpret_cast<const i16u*>(p);
@@ -154,15 +161,17 @@ static void load_words(const Side& side, const uint8_t* p, float* scale, float* 
   } else {
     s = (v16)word;
   }
-  if (side.code == kUint4) b += s * splat(7.5f);
-  const v16 zero = s * splat(0.0f) + b * splat(0.0f);
+  if (side.code == kUint4) b = fma16(s, splat(kCenter), b);
+  const v16 zero = (s - s) + (b - b);
   const i16 good = zero == zero;
   store16(scale, (v16)((i16)s & good));
   store16(bias, (v16)((i16)b & good));
-  store16(mark, load16(mark) + zero);
+  return zero;
 }
 
 #if NKV_AVX512
+constexpr float kSmallestOperand = 0x1p-110f;  // kLargestOperand divided by anything above is finite
+
 NKV_INLINE void split_operand(__m512 x, float inverse, __m512i* high, __m512i* low) {
   const __m512i q = _mm512_cvtps_epi32(_mm512_mul_ps(x, _mm512_set1_ps(inverse)));
   *high = _mm512_srai_epi32(_mm512_add_epi32(q, _mm512_set1_epi32(128)), 8);
@@ -174,10 +183,12 @@ static void make_operand(Context& c, int64_t r) {
   const int64_t n = c.g.k.head_size;
   const bool nibbles = c.g.k.code == kUint4;
   const float* x = c.w.query_rotated + r * kMaxHeadSize;
-  float largest = 0;
-  for (int64_t d = 0; d < n; ++d) largest = fabsf(x[d]) > largest ? fabsf(x[d]) : largest;
-  const float step = operand_step(largest), inverse = step > 0 ? 1.0f / step : 0.0f;
-  int32_t sum_high = 0, sum_low = 0;
+  __m512 top = _mm512_setzero_ps();
+  for (int64_t d = 0; d < n; d += 16)
+    top = _mm512_max_ps(top, _mm512_abs_ps(_mm512_maskz_loadu_ps(n - d >= 16 ? 0xFFFF : 0x00FF, x + d)));
+  const float largest = _mm512_reduce_max_ps(top);
+  const float inverse = largest > kSmallestOperand ? kLargestOperand / largest : 0.0f;
+  int32_t sum = 0;
   int8_t* bytes = reinterpret_cast<int8_t*>(c.w.operand + r * kMaxHeadSize / 2);
   alignas(64) int32_t high[kMaxHeadSize], low[kMaxHeadSize];
   for (int64_t d = 0; d < n; d += 16) {  // the workspace is a multiple of 16 wide; beyond n only scratch
@@ -187,70 +198,59 @@ static void make_operand(Context& c, int64_t r) {
     _mm512_store_si512(low + d, l);
   }
   for (int64_t d = 0; d < n; ++d) {
-    sum_high += high[d];
-    sum_low += low[d];
+    sum += 256 * high[d] + low[d];
     int8_t* p = nibbles ? bytes + d / 8 * 16 + (d & 1) * 8 + (d % 8) / 2 : bytes + d / 4 * 8 + d % 4;
     p[0] = static_cast<int8_t>(high[d]);
     p[4] = static_cast<int8_t>(low[d]);
   }
-  const int32_t twice = nibbles ? 15 : 256;
-  c.center_high[r] = twice * sum_high;
-  c.center_low[r] = twice * sum_low;
-  c.operand_scale[r] = 0.5f * step;
+  // Wraps for 8-bit codes, as the sums that it is taken from do.
+  c.center[r] = static_cast<int32_t>(static_cast<uint32_t>(sum) * (nibbles ? 8u : 128u));
+  c.operand_scale[r] = largest / kLargestOperand;
 }
 
-static void score_pages_int(Context& c, int64_t groups, Prefetches& ahead) {
+static void spread_keys(const Side& k, const uint8_t* rows, uint8_t* dst) {
+  const int64_t stride = k.slot_stride, bytes = k.row_bytes;
+  if (k.code != kUint4)
+    transpose_keys<true, false>(rows, stride, bytes, dst);
+  else if (bytes % 32)
+    transpose_keys<false, false>(rows, stride, bytes, dst);
+  else
+    transpose_keys<false, true>(rows, stride, bytes, dst);
+}
+
+static void spread_values(const Side& v, const uint8_t* rows, int64_t group, uint8_t* dst) {
+  const int64_t stride = v.slot_stride, bytes = v.row_bytes;
+  if (v.code != kUint4)
+    interleave_values<true, false>(rows, stride, bytes, group, dst);
+  else if (bytes % 32)
+    interleave_values<false, false>(rows, stride, bytes, group, dst);
+  else
+    interleave_values<false, true>(rows, stride, bytes, group, dst);
+}
+
+static void score_pages_int(Context& c, const Pages& pages, int64_t groups, Prefetches& ahead) {
   const bool nibbles = c.g.k.code == kUint4;
   const int64_t dwords = c.g.k.row_bytes / 4;
-  for (int64_t r = 0; r < c.rows; r += 4) {
-    KeyRow rows[4];
-    const int64_t n = min64(4, c.rows - r);
-    for (int64_t i = 0; i < n; ++i)
-      rows[i] = {c.w.operand + (r + i) * kMaxHeadSize / 2, c.center_high[r + i], c.center_low[r + i], c.operand_scale[r + i]};
-    float* out = c.w.scores + r * kTile;
-    const uint8_t* keys = c.w.key_codes;
-#define NKV_CASE(N)                                         \
-  case N:                                                   \
-    nibbles ? dot_keys<N, true>(keys, dwords, groups, rows, out, ahead) : dot_keys<N, false>(keys, dwords, groups, rows, out, ahead); \
+  KeyRow rows[kMaxRows];
+  for (int64_t r = 0; r < c.rows; ++r)
+    rows[r] = {c.w.operand + r * kMaxHeadSize / 2, c.center[r], c.operand_scale[r], c.sum[r]};
+  uint8_t* keys = c.w.key_codes;
+  for (int64_t g = 0; g < groups; g += 2) {  // beyond an odd count of groups, scores of scratch that nobody reads
+    spread_keys(c.g.k, pages.k[g], keys);
+    if (g + 1 < groups) spread_keys(c.g.k, pages.k[g + 1], keys + dwords * 64);
+    const float *scale = c.w.k_scale + 16 * g, *bias = c.w.k_bias + 16 * g;
+    const Prefetches begin = ahead;
+    for (int64_t r = 0; r < c.rows; r += 4) {
+      ahead = begin;
+      float* out = c.w.scores + r * kTile + 16 * g;
+#define NKV_CASE(N)                                                                        \
+  case N:                                                                                  \
+    nibbles ? dot_keys<N, true>(keys, dwords, rows + r, scale, bias, out, ahead)           \
+            : dot_keys<N, false>(keys, dwords, rows + r, scale, bias, out, ahead);         \
     break;
-    switch (n) { NKV_CASE(1) NKV_CASE(2) NKV_CASE(3) NKV_CASE(4) }
+      switch (min64(4, c.rows - r)) { NKV_CASE(1) NKV_CASE(2) NKV_CASE(3) NKV_CASE(4) }
 #undef NKV_CASE
-  }
-}
-
-static void weigh_pages_int(Context& c, int64_t groups, Prefetches& ahead) {
-  const bool nibbles = c.g.v.code == kUint4;
-  const int32_t twice = nibbles ? 15 : 256;
-  for (int64_t r = 0; r < c.rows; r += 4) {
-    ValueRow rows[4];
-    const int64_t n = min64(4, c.rows - r);
-    for (int64_t i = 0; i < n; ++i) {
-      const float* weight = c.w.scores + (r + i) * kTile;
-      __m512 largest = _mm512_setzero_ps();
-      for (int64_t t = 0; t < groups * 16; t += 16) largest = _mm512_max_ps(largest, _mm512_abs_ps(_mm512_load_ps(weight + t)));
-      const float step = operand_step(_mm512_reduce_max_ps(largest)), inverse = step > 0 ? 1.0f / step : 0.0f;
-      int32_t* high = c.w.weight_high + (r + i) * kQuads;
-      int32_t* low = c.w.weight_low + (r + i) * kQuads;
-      __m512i sum_high = _mm512_setzero_si512(), sum_low = sum_high;
-      for (int64_t t = 0; t < groups * 16; t += 16) {
-        __m512i h, l;
-        split_operand(_mm512_load_ps(weight + t), inverse, &h, &l);
-        sum_high = _mm512_add_epi32(sum_high, h);
-        sum_low = _mm512_add_epi32(sum_low, l);
-        _mm_store_si128(reinterpret_cast<__m128i*>(high + t / 4), _mm512_cvtepi32_epi8(h));
-        _mm_store_si128(reinterpret_cast<__m128i*>(low + t / 4), _mm512_cvtepi32_epi8(l));
-      }
-      rows[i] = {high, low, twice * _mm512_reduce_add_epi32(sum_high), twice * _mm512_reduce_add_epi32(sum_low), 0.5f * step,
-                 c.decay[r + i], c.w.states.pages + (r + i) * kMaxHeadSize};
     }
-    const uint8_t* values = c.w.value_codes;
-    const int64_t bytes = c.g.v.row_bytes, quads = groups * 4;
-#define NKV_CASE(N)                                           \
-  case N:                                                     \
-    nibbles ? dot_values<N, true>(values, bytes, quads, rows, ahead) : dot_values<N, false>(values, bytes, quads, rows, ahead); \
-    break;
-    switch (n) { NKV_CASE(1) NKV_CASE(2) NKV_CASE(3) NKV_CASE(4) }
-#undef NKV_CASE
   }
 }
 #endif
@@ -304,28 +304,36 @@ static void apply_special(const Context& c, int64_t r, int64_t first, int64_t n,
   for (int64_t t = 0; t < n; ++t) s[t] *= kLog2e;
 }
 
+// Scores of pages from dot products with codes.
+static void scale_scores(Context& c, int64_t padded) {
+  const Workspace& w = c.w;
+  for (int64_t r = 0; r < c.rows; ++r) {
+    float* s = c.w.scores + r * kTile;
+    const v16 sum = splat(c.sum[r]);
+    for (int64_t t = 0; t < padded; t += 16) store16(s + t, fma16(load16(s + t), load16(w.k_scale + t), load16(w.k_bias + t) * sum));
+  }
+}
+
 // One row of a tile: scores -> weights times v_scale, and the row's running maximum and sums.
-static void softmax_row(Context& c, int64_t r, int64_t first, int64_t n, const Bits& bits, bool any) {
+static void softmax_row(Context& c, int64_t r, int64_t first, int64_t n, const Bits& bits, Seen seen) {
   Workspace& w = c.w;
   float* s = w.scores + r * kTile;
   Partial& state = w.states.row[r];
   const int64_t padded = (n + 15) / 16 * 16;
   c.decay[r] = 1.0f;
-  if (!any) {
+  if (seen == kNone) {
     memset(s, 0, padded * sizeof(float));
     return;
   }
-  const v16 sum = splat(c.sum[r]), none = splat(-INFINITY);
-  for (int64_t t = 0; t < padded; t += 16) store16(s + t, fma16(load16(s + t), load16(w.k_scale + t), load16(w.k_bias + t) * sum));
   if (c.special) apply_special(c, r, first, n, s);
-  v16 top = none;
+  v16 top = splat(-INFINITY);
   bool broken = false;
   for (int64_t t = 0; t < padded; t += 16) {
     v16 x = load16(s + t);
-    const uint32_t seen = static_cast<uint32_t>(bits.word[t / 64] >> (t % 64)) & 0xFFFFu;
-    if (seen != 0xFFFFu) {
+    const uint32_t lanes = bits.of16(t);
+    if (lanes != 0xFFFFu) {
       for (int i = 0; i < 16; ++i)
-        if (!(seen >> i & 1)) x[i] = -INFINITY;
+        if (!(lanes >> i & 1)) x[i] = -INFINITY;
       store16(s + t, x);
     }
     broken |= any_nan(x);
@@ -351,9 +359,123 @@ static void softmax_row(Context& c, int64_t r, int64_t first, int64_t n, const B
   state.shared = state.shared * c.decay[r] + sum16(shared);
 }
 
-struct Pages {  // the rows of one tile, by groups of 16 tokens
-  const uint8_t *k[kGroups], *v[kGroups], *k_words[kGroups], *v_words[kGroups];
-};
+#if NKV_AVX512
+// 2^x for -126 < x <= 0, else 0; NaN for NaN. Relative error 2e-6: 2^(j/16) from a table, the rest to the second power.
+NKV_INLINE __m512 exp2_table(__m512 x) {
+  const __m512 table = _mm512_set_ps(1.91520656f, 1.83400809f, 1.75625216f, 1.68179283f, 1.61049033f, 1.54221083f, 1.47682615f,
+                                     1.41421356f, 1.35425555f, 1.29683955f, 1.24185781f, 1.18920712f, 1.13878863f, 1.09050773f,
+                                     1.04427378f, 1.0f);
+  const __m512 magic = _mm512_set1_ps(786432.0f);  // 1.5 * 2^19: adding it rounds to sixteenths
+  const __mmask16 alive = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-126.0f), _CMP_NLE_UQ);
+  const __m512 shifted = _mm512_add_ps(x, magic), rounded = _mm512_sub_ps(shifted, magic);
+  const __m512 f = _mm512_sub_ps(x, rounded);
+  __m512 p = _mm512_fmadd_ps(f, _mm512_set1_ps(0.240226507f), _mm512_set1_ps(0.693147181f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.0f));
+  return _mm512_maskz_scalef_ps(alive, _mm512_mul_ps(p, _mm512_permutexvar_ps(_mm512_castps_si512(shifted), table)), rounded);
+}
+
+// The same, but the weights become 16-bit integers, for dot_values: `quads` and `pairs` of the row it returns.
+// largest: of |v_scale| in the tile.
+static ValueRow softmax_row_int(Context& c, int64_t r, int64_t first, int64_t n, const Bits& bits, Seen seen, float largest,
+                                int32_t* quads, int32_t* pairs) {
+  Workspace& w = c.w;
+  float* s = w.scores + r * kTile;
+  Partial& state = w.states.row[r];
+  const int64_t padded = (n + 15) / 16 * 16;
+  const bool half = half_chunk(c.g.v.row_bytes);
+  ValueRow row = {quads, pairs, 0, 0.0f, 1.0f, w.states.pages + r * kMaxHeadSize};
+  c.decay[r] = 1.0f;
+  __m512 top = _mm512_set1_ps(-INFINITY);
+  if (seen != kNone && c.special) apply_special(c, r, first, n, s);
+  if (seen == kAll) {
+    for (int64_t t = 0; t < padded; t += 16) top = _mm512_max_ps(_mm512_load_ps(s + t), top);  // passes over NaN
+  } else if (seen == kSome) {  // what the row does not see must not decide how finely its weights are rounded
+    __m512 scale = _mm512_setzero_ps();
+    for (int64_t t = 0; t < padded; t += 16) {
+      const __mmask16 lanes = static_cast<__mmask16>(bits.of16(t));
+      const __m512 x = _mm512_mask_loadu_ps(_mm512_set1_ps(-INFINITY), lanes, s + t);
+      _mm512_store_ps(s + t, x);
+      top = _mm512_max_ps(x, top);
+      scale = _mm512_max_ps(scale, _mm512_abs_ps(_mm512_maskz_loadu_ps(lanes, w.v_scale + t)));
+    }
+    largest = _mm512_reduce_max_ps(scale);
+  }
+  const float highest = _mm512_reduce_max_ps(top);
+  if (highest == -INFINITY) {
+    if (seen != kNone)
+      for (int64_t t = 0; t < padded; t += 16) state.nan |= any_nan(load16(s + t));
+    memset(quads, 0, padded * sizeof(int32_t));
+    if (half) memset(pairs, 0, 4 * padded * sizeof(int32_t));
+    return row;
+  }
+  const __m512i bytes = _mm512_broadcast_i32x4(_mm_set_epi8(-1, -1, -1, -1, -1, -1, -1, -1, 12, 8, 4, 0, 13, 9, 5, 1));
+  const __m512i flip = _mm512_broadcast_i32x4(_mm_set_epi32(0, 0, static_cast<int>(0x80808080), 0));
+  const __m512i high_pair = _mm512_set_epi32(4, 4, 4, 4, 4, 4, 4, 4, 0, 0, 0, 0, 0, 0, 0, 0);
+  const __m512i one = _mm512_set1_epi32(1), eight = _mm512_set1_epi32(8), ones = _mm512_set1_epi8(1);
+  // Adding 1.5 * 2^23 leaves an integer in the low bits; with 128 more, its second byte is the high byte of the weight and its
+  // first the low one with the sign bit flipped.
+  const __m512 magic = _mm512_set1_ps(12582912.0f + 128.0f);
+  const float inverse = largest > kSmallestOperand ? kLargestOperand / largest : 0.0f;
+  const __m512 factor = _mm512_set1_ps(inverse), m_tile = _mm512_set1_ps(highest);
+  __m512 total = _mm512_setzero_ps(), shared = total;
+  __m512i sums = _mm512_setzero_si512();
+  for (int64_t t = 0; t < padded; t += 16) {
+    const __m512 p = exp2_table(_mm512_sub_ps(_mm512_load_ps(s + t), m_tile));
+    total = _mm512_add_ps(total, p);
+    shared = _mm512_fmadd_ps(p, _mm512_load_ps(w.v_bias + t), shared);
+    const __m512i q = _mm512_castps_si512(_mm512_fmadd_ps(_mm512_mul_ps(p, factor), _mm512_load_ps(w.v_scale + t), magic));
+    const __m512i split = _mm512_xor_si512(_mm512_shuffle_epi8(q, bytes), flip);
+    dot4(sums, ones, split);
+    _mm512_store_si512(quads + t, split);
+    if (half) {
+      const __m512i low_pair = _mm512_add_epi32(high_pair, one);
+      _mm512_store_si512(pairs + 4 * t, _mm512_permutexvar_epi32(high_pair, split));
+      _mm512_store_si512(pairs + 4 * t + 16, _mm512_permutexvar_epi32(low_pair, split));
+      _mm512_store_si512(pairs + 4 * t + 32, _mm512_permutexvar_epi32(_mm512_add_epi32(high_pair, eight), split));
+      _mm512_store_si512(pairs + 4 * t + 48, _mm512_permutexvar_epi32(_mm512_add_epi32(low_pair, eight), split));
+    }
+  }
+  const float m = highest > state.m ? highest : state.m;
+  const float gain = highest == m ? 1.0f : exp2f(highest - m), sum = _mm512_reduce_add_ps(total);
+  if (m != state.m) c.decay[r] = state.m == -INFINITY ? 0.0f : exp2f(state.m - m);
+  state.nan |= sum != sum;
+  state.m = m;
+  state.l = state.l * c.decay[r] + gain * sum;
+  state.shared = state.shared * c.decay[r] + gain * _mm512_reduce_add_ps(shared);
+  const __m512i parts = _mm512_broadcast_i32x4(_mm_set_epi32(0, 0, 1, 256));
+  row.sum = _mm512_reduce_add_epi32(_mm512_mullo_epi32(sums, parts));
+  row.scale = gain * (inverse > 0 ? largest / kLargestOperand : 0.0f);
+  row.decay = c.decay[r];
+  return row;
+}
+
+static void weigh_pages_int(Context& c, const Pages& pages, int64_t first, int64_t n, const Bits* bits, const Seen* seen,
+                            Prefetches& ahead) {
+  const bool nibbles = c.g.v.code == kUint4;
+  const int64_t groups = (n + 15) / 16;
+  uint8_t* values = c.w.value_codes;
+  __m512 scale = _mm512_setzero_ps();
+  for (int64_t i = 0; i < groups; ++i) scale = _mm512_max_ps(scale, _mm512_abs_ps(_mm512_load_ps(c.w.v_scale + 16 * i)));
+  const float largest = _mm512_reduce_max_ps(scale);
+  for (int64_t i = 0; i < groups; ++i) spread_values(c.g.v, pages.v[i], i, values);
+  const Prefetches begin = ahead;
+  for (int64_t r = 0; r < c.rows; r += 4) {
+    ahead = begin;
+    ValueRow rows[4];
+    const int64_t count = min64(4, c.rows - r), bytes = c.g.v.row_bytes, quads = groups * 4;
+    for (int64_t i = 0; i < count; ++i)
+      rows[i] = softmax_row_int(c, r + i, first, n, bits[r + i], seen[r + i], largest, c.w.quads + i * kTile,
+                                c.w.pairs + i * 4 * kTile);
+#define NKV_CASE(N)                                                              \
+  case N:                                                                        \
+    nibbles ? dot_values<N, true>(values, bytes, quads, rows, ahead)             \
+            : dot_values<N, false>(values, bytes, quads, rows, ahead);           \
+    break;
+    switch (count) { NKV_CASE(1) NKV_CASE(2) NKV_CASE(3) NKV_CASE(4) }
+#undef NKV_CASE
+  }
+}
+#endif
 
 static void find_pages(const Context& c, int64_t first, int64_t groups, Pages* p) {
   const AttentionArgs& a = c.a;
@@ -371,27 +493,7 @@ static void find_pages(const Context& c, int64_t first, int64_t groups, Pages* p
 }
 
 #if NKV_AVX512
-static void spread_keys(const Side& k, const uint8_t* rows, uint8_t* dst) {
-  const int64_t stride = k.slot_stride, bytes = k.row_bytes;
-  if (k.code != kUint4)
-    transpose_keys<true, false>(rows, stride, bytes, dst);
-  else if (bytes % 32)
-    transpose_keys<false, false>(rows, stride, bytes, dst);
-  else
-    transpose_keys<false, true>(rows, stride, bytes, dst);
-}
-
-static void spread_values(const Side& v, const uint8_t* rows, int64_t group, uint8_t* dst) {
-  const int64_t stride = v.slot_stride, bytes = v.row_bytes;
-  if (v.code != kUint4)
-    interleave_values<true, false>(rows, stride, bytes, group, dst);
-  else if (bytes % 32)
-    interleave_values<false, false>(rows, stride, bytes, group, dst);
-  else
-    interleave_values<false, true>(rows, stride, bytes, group, dst);
-}
-
-constexpr int64_t kMostLines = kGroups * 2 * (16 * (kMaxHeadSize / 64 + 1) + 2) + 8;  // of a tile
+constexpr int64_t kMostLines = kGroups * 16 * (kMaxHeadSize / 64 + 1) + 16;  // of the keys or values of a tile
 
 // Appends the cache lines of 16 rows to a list; writes up to 8 entries beyond its end.
 NKV_INLINE const uint8_t** list_lines(const uint8_t* rows, int64_t stride, int64_t bytes, const uint8_t** list) {
@@ -413,56 +515,62 @@ NKV_INLINE const uint8_t** list_lines(const uint8_t* rows, int64_t stride, int64
   }
   return list;
 }
+
+// Repeats the last of a list's lines (or the entry at its begin) until `stop`.
+NKV_INLINE void fill_lines(const uint8_t** end, const uint8_t** stop) {
+  const __m512i last = _mm512_set1_epi64(static_cast<int64_t>(reinterpret_cast<uintptr_t>(end[-1])));
+  for (; end < stop; end += 8) _mm512_storeu_si512(end, last);
+}
 #endif
 
 // Tokens [first, first + n) of the pages; `next` are the pages of the tile after it, for prefetching.
 static void attend_pages(Context& c, int64_t first, int64_t n, const Pages& pages, const Pages& next, int64_t next_groups,
-                         const Bits* bits, const bool* any) {
+                         const Bits* bits, const Seen* seen) {
   Workspace& w = c.w;
   const Side &k = c.g.k, &v = c.g.v;
   const int64_t groups = (n + 15) / 16;
-  alignas(64) float mark[kTile];
-  memset(mark, 0, sizeof mark);
-#if NKV_AVX512
-  const uint8_t* lines[kMostLines];
-  Prefetches ahead{lines, lines};
-  for (int64_t i = 0; i < next_groups; ++i) {
-    ahead.end = list_lines(next.k[i], k.slot_stride, k.row_bytes, ahead.end);
-    ahead.end = list_lines(next.v[i], v.slot_stride, v.row_bytes, ahead.end);
-    if (k.word_slot_stride == 4) ahead.end = list_lines(next.k_words[i], 4, 4, ahead.end);
-    if (v.word_slot_stride == 4) ahead.end = list_lines(next.v_words[i], 4, 4, ahead.end);
-  }
-#endif
   for (int64_t i = 0; i < groups; ++i) {
-    load_words(k, pages.k_words[i], w.k_scale + 16 * i, w.k_bias + 16 * i, mark + 16 * i);
-    load_words(v, pages.v_words[i], w.v_scale + 16 * i, w.v_bias + 16 * i, mark + 16 * i);
-#if NKV_AVX512
-    if (c.k_int) {
-      uint8_t* dst = w.key_codes + i * 16 * k.row_bytes;
-      spread_keys(k, pages.k[i], dst);
+    v16 mark = load_words(k, pages.k_words[i], w.k_scale + 16 * i, w.k_bias + 16 * i);
+    mark += load_words(v, pages.v_words[i], w.v_scale + 16 * i, w.v_bias + 16 * i);
+    if (i < next_groups) {
+      __builtin_prefetch(next.k_words[i]);
+      __builtin_prefetch(next.v_words[i]);
     }
-    if (c.v_int) spread_values(v, pages.v[i], i, w.value_codes);
-#endif
     if (!c.k_int) decode_keys(k, pages.k[i], k.slot_stride, w.float8, w.keys + 16 * i);
     if (!c.v_int)
-      for (int64_t t = 0; t < 16; ++t)
-        if (!decode_value(v, pages.v[i] + t * v.slot_stride, w.float8, w.values + (16 * i + t) * c.value_width))
-          mark[16 * i + t] = NAN;
+      for (int t = 0; t < 16; ++t)
+        if (!decode_value(v, pages.v[i] + t * v.slot_stride, w.float8, w.values + (16 * i + t) * c.value_width)) mark[t] = NAN;
+    store16(w.k_bias + 16 * i, load16(w.k_bias + 16 * i) + mark);
   }
-  for (int64_t t = 0; t < groups * 16; t += 16) store16(w.k_bias + t, load16(w.k_bias + t) + load16(mark + t));
-  if (!c.k_int) score_float(c, w.query_rotated, groups * 16);
+  if (!c.k_int) {
+    score_float(c, w.query_rotated, groups * 16);
+    scale_scores(c, groups * 16);
+  }
 #if NKV_AVX512
-  if (c.k_int) score_pages_int(c, groups, ahead);
+  const uint8_t* lines[kMostLines];
+  if (c.k_int) {  // while keys are read, ask for the values
+    const uint8_t** end = lines;
+    for (int64_t i = 0; i < groups; ++i) end = list_lines(pages.v[i], v.slot_stride, v.row_bytes, end);
+    fill_lines(end, lines + (groups + 1) / 2 * 2 * (k.row_bytes / 4));
+    Prefetches ahead{lines};
+    score_pages_int(c, pages, groups, ahead);
+  }
+  if (c.v_int) {  // and while values are read, for the next keys
+    const uint8_t** end = lines;
+    *end++ = pages.k[0];
+    for (int64_t i = 0; i < next_groups; ++i) end = list_lines(next.k[i], k.slot_stride, k.row_bytes, end);
+    fill_lines(end, lines + groups * (16 * full_chunks(v.row_bytes) + 8 * half_chunk(v.row_bytes)));
+    Prefetches ahead{lines};
+    weigh_pages_int(c, pages, first, n, bits, seen, ahead);
+    return;
+  }
 #endif
-  for (int64_t r = 0; r < c.rows; ++r) softmax_row(c, r, first, n, bits[r], any[r]);
-  if (!c.v_int) weigh_float(c, w.states.pages, groups * 16);
-#if NKV_AVX512
-  if (c.v_int) weigh_pages_int(c, groups, ahead);
-#endif
+  for (int64_t r = 0; r < c.rows; ++r) softmax_row(c, r, first, n, bits[r], seen[r]);
+  weigh_float(c, w.states.pages, groups * 16);
 }
 
 // Tokens [first, first + n) of the queries' own keys and values, or of those kept unquantized.
-static void attend_raw(Context& c, int64_t first, int64_t n, bool own, const Bits* bits, const bool* any) {
+static void attend_raw(Context& c, int64_t first, int64_t n, bool own, const Bits* bits, const Seen* seen) {
   const AttentionArgs& a = c.a;
   const int64_t key_stride = own ? a.key_token_stride : a.raw_key_row_stride;
   const int64_t value_stride = own ? a.value_token_stride : a.raw_value_row_stride;
@@ -521,7 +629,8 @@ static void attend_raw(Context& c, int64_t first, int64_t n, bool own, const Bit
   memcpy(sums, c.sum, sizeof sums);
   for (int64_t r = 0; r < c.rows; ++r) c.sum[r] *= 0;  // raw keys have no bias; NaN still acts
   score_float(c, w.query_raw, padded);
-  for (int64_t r = 0; r < c.rows; ++r) softmax_row(c, r, first, n, bits[r], any[r]);
+  scale_scores(c, padded);
+  for (int64_t r = 0; r < c.rows; ++r) softmax_row(c, r, first, n, bits[r], seen[r]);
   memcpy(c.sum, sums, sizeof sums);
   weigh_float(c, w.states.raw, padded);
   const int64_t pages = c.v_int ? kMaxHeadSize : c.value_width;
@@ -537,20 +646,21 @@ static void load_queries(Context& c) {
     const int64_t n = c.g.k.head_size;
     load_row(c.a.query_dtype,
              c.a.query + (c.begin + c.query(r)) * c.a.query_token_stride + c.head(r) * c.a.query_head_stride, n, raw);
-    float check = 0;
-    for (int64_t d = 0; d < n; ++d) check += raw[d] * 0.0f;
-    const bool broken = check != check;
+    v8 check = (v8){}, sum = check;
+    for (int64_t d = 0; d < n; d += 8) check += load8(raw + d) * 0.0f;
+    const float zero = sum8(check);
+    const bool broken = zero != zero;
     for (int64_t d = 0; d < n; ++d) raw[d] = broken ? 0.0f : raw[d] * c.factor;
     memcpy(rotated, raw, n * sizeof(float));
     rotate_row(*c.g.k.rotation, rotated);
     const float gain = c.g.k.rotation->inverse_gain;  // q . x = inverse_gain * (R q) . (R x)
-    double sum = 0;
-    for (int64_t d = 0; d < n; ++d) {
-      rotated[d] *= gain;
-      sum += rotated[d];
+    for (int64_t d = 0; d < n; d += 8) {
+      const v8 x = load8(rotated + d) * gain;
+      store8(rotated + d, x);
+      sum += x;
     }
     // A query that is not a number makes every score one that is not.
-    c.sum[r] = broken ? NAN : static_cast<float>(sum);
+    c.sum[r] = broken ? NAN : sum8(sum);
 #if NKV_AVX512
     if (c.k_int) make_operand(c, r);
 #endif
@@ -608,17 +718,17 @@ static void write_row_out(Context& c, int64_t r, const Partial& state, const flo
 
 static void attend_split(Context& c, int64_t from, int64_t to, bool last) {
   Bits bits[kMaxRows];
-  bool any[kMaxRows];
+  Seen seen[kMaxRows];
   Pages pages, next;
   auto see = [&](int64_t first, int64_t n, Form form) {
-    bool seen = false;
-    for (int64_t r = 0; r < c.rows; ++r) seen |= any[r] = c.visible(r, first, n, form, &bits[r]);
-    return seen;
+    bool any = false;
+    for (int64_t r = 0; r < c.rows; ++r) any |= (seen[r] = c.visible(r, first, n, form, &bits[r])) != kNone;
+    return any;
   };
   auto raw_tiles = [&](int64_t first, int64_t end, bool own) {
     for (; first < end; first += kTile) {
       const int64_t n = min64(kTile, end - first);
-      if (see(first, n, own ? Form::kAny : Form::kRaw)) attend_raw(c, first, n, own, bits, any);
+      if (see(first, n, own ? Form::kAny : Form::kRaw)) attend_raw(c, first, n, own, bits, seen);
     }
   };
   int64_t found = -1;
@@ -629,7 +739,7 @@ static void attend_split(Context& c, int64_t from, int64_t to, bool last) {
     const int64_t after = first + kTile, left = min64(kTile, min64(to, c.paged_len) - after);
     const int64_t groups = left > 0 ? (left + 15) / 16 : 0;
     find_pages(c, after, groups, &next);
-    attend_pages(c, first, n, pages, next, groups, bits, any);
+    attend_pages(c, first, n, pages, next, groups, bits, seen);
     pages = next;
     found = after;
   }

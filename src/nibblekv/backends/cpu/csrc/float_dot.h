@@ -4,6 +4,7 @@
 namespace nibblekv {
 namespace NKV_ISA {
 
+constexpr float kCenter = 8.0f;  // of 4-bit codes: an integer, so that integer sums without it are exact
 constexpr int kFloatVectors = NKV_AVX512 ? 4 : 1;  // vectors of 16 beside 4 rows that fit the register file
 
 // 16 rows of 16 bytes or floats -> 16 columns.
@@ -41,8 +42,8 @@ static void decode_keys(const Side& side, const uint8_t* rows, int64_t stride, c
       memcpy(b, &x[k], 16);
       if (side.code == kUint4) {
         float* even = keys + 2 * (j + k) * kTile;
-        for (int t = 0; t < 16; ++t) even[t] = static_cast<float>(b[t] & 15) - 7.5f;
-        for (int t = 0; t < 16; ++t) even[kTile + t] = static_cast<float>(b[t] >> 4) - 7.5f;
+        for (int t = 0; t < 16; ++t) even[t] = static_cast<float>(b[t] & 15) - kCenter;
+        for (int t = 0; t < 16; ++t) even[kTile + t] = static_cast<float>(b[t] >> 4) - kCenter;
       } else if (side.code == kInt8) {
         float* key = keys + (j + k) * kTile;
         for (int t = 0; t < 16; ++t) key[t] = static_cast<float>(static_cast<int8_t>(b[t]));
@@ -59,8 +60,8 @@ static bool decode_value(const Side& side, const uint8_t* row, const float* tabl
   bool numbers = true;
   if (side.code == kUint4) {
     for (int64_t j = 0; j < side.row_bytes; ++j) {
-      value[2 * j] = static_cast<float>(row[j] & 15) - 7.5f;
-      value[2 * j + 1] = static_cast<float>(row[j] >> 4) - 7.5f;
+      value[2 * j] = static_cast<float>(row[j] & 15) - kCenter;
+      value[2 * j + 1] = static_cast<float>(row[j] >> 4) - kCenter;
     }
   } else if (side.code == kInt8) {
     for (int64_t j = 0; j < side.row_bytes; ++j) value[j] = static_cast<float>(static_cast<int8_t>(row[j]));

@@ -138,97 +138,99 @@ NKV_INLINE void dot4(__m512i& sum, __m512i codes, __m512i operand) {
   sum = s;
 }
 
-// Cache lines of the next tile, asked for one by one between dot products: asked for in one go they fill the core's line
-// buffers and stall it (measured: a third of the time).
+// Cache lines that the next stage reads, asked for one by one between dot products: asked for in one go they fill the core's
+// line buffers and stall it (measured: a third of the time). The list is as long as the stage has places that ask.
 struct Prefetches {
   const uint8_t** next;
-  const uint8_t** end;
 };
 
-NKV_INLINE void prefetch(Prefetches& p) {
-  if (p.next < p.end) __builtin_prefetch(*p.next++);
-}
+NKV_INLINE void prefetch(Prefetches& p) { __builtin_prefetch(*p.next++); }
 
 struct KeyRow {  // a query: bytes for the dot products, and what turns sums into scores
   const int32_t* operand;  // uint4: [dword][even high, even low, odd high, odd low]; int8: [dword][high, low]
-  int32_t center_high, center_low;  // twice the code's centre * sum of the operand's parts
-  float scale;  // half of the operand's step
+  int32_t center;  // the code's centre * sum of the operand
+  float scale, sum;  // score = scale * k_scale * dot product + sum * k_bias
 };
 
-NKV_INLINE __m512 combine(__m512i high, __m512i low, __m512i center_high, __m512i center_low, float scale) {
-  const __m512 h = _mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_slli_epi32(high, 1), center_high));
-  const __m512 l = _mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_slli_epi32(low, 1), center_low));
-  return _mm512_mul_ps(_mm512_fmadd_ps(h, _mm512_set1_ps(256.0f), l), _mm512_set1_ps(scale));
-}
-
-// scores[r][token] = operand_r . (code - centre), for `groups` groups of 16 tokens.
+// Scores of two groups of 16 tokens, [row][kTile]: groups of keys of `dwords` vectors each, k_scale and k_bias [32].
 template <int kRows, bool kNibbles>
-static void dot_keys(const uint8_t* keys, int64_t dwords, int64_t groups, const KeyRow* rows, float* scores,
-                     Prefetches& ahead) {
+static void dot_keys(const uint8_t* keys, int64_t dwords, const KeyRow* rows, const float* k_scale, const float* k_bias,
+                     float* scores, Prefetches& ahead) {
+  constexpr int kChains = kNibbles && kRows <= 2 ? 2 : 1;  // enough independent sums to hide the latency of five cycles
   const __m512i nibble = _mm512_set1_epi8(15);
   const int32_t* operand[kRows];
   for (int r = 0; r < kRows; ++r) operand[r] = rows[r].operand;
-  for (int64_t g = 0; g < groups; g += 2) {  // the group after an odd count is scratch of the tile
-    const uint8_t* k0 = keys + g * dwords * 64;
-    const uint8_t* k1 = k0 + dwords * 64;
-    __m512i high[kRows][2], low[kRows][2];
+  const uint8_t *k0 = keys, *k1 = keys + dwords * 64;
+  __m512i high[kRows][2][kChains], low[kRows][2][kChains];
 #pragma GCC unroll 4
-    for (int r = 0; r < kRows; ++r) high[r][0] = high[r][1] = low[r][0] = low[r][1] = _mm512_setzero_si512();
-    for (int64_t j = 0; j < dwords; ++j) {
-      prefetch(ahead);
-      prefetch(ahead);
-      const __m512i x0 = _mm512_load_si512(k0 + j * 64), x1 = _mm512_load_si512(k1 + j * 64);
-      if (kNibbles) {
-        const __m512i e0 = _mm512_and_si512(x0, nibble), e1 = _mm512_and_si512(x1, nibble);
-        const __m512i o0 = _mm512_and_si512(_mm512_srli_epi16(x0, 4), nibble);
-        const __m512i o1 = _mm512_and_si512(_mm512_srli_epi16(x1, 4), nibble);
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 2
+    for (int g = 0; g < 2; ++g)
+#pragma GCC unroll 2
+      for (int i = 0; i < kChains; ++i) high[r][g][i] = low[r][g][i] = _mm512_setzero_si512();
+  for (int64_t j = 0; j < dwords; ++j) {
+    prefetch(ahead);
+    prefetch(ahead);
+    const __m512i x0 = _mm512_load_si512(k0 + j * 64), x1 = _mm512_load_si512(k1 + j * 64);
+    if (kNibbles) {
+      const __m512i e0 = _mm512_and_si512(x0, nibble), e1 = _mm512_and_si512(x1, nibble);
+      const __m512i o0 = _mm512_and_si512(_mm512_srli_epi16(x0, 4), nibble);
+      const __m512i o1 = _mm512_and_si512(_mm512_srli_epi16(x1, 4), nibble);
 #pragma GCC unroll 4
-        for (int r = 0; r < kRows; ++r) {
-          const int32_t* q = operand[r] + 4 * j;
-          const __m512i eh = _mm512_set1_epi32(q[0]), el = _mm512_set1_epi32(q[1]);
-          dot4(high[r][0], e0, eh);
-          dot4(high[r][1], e1, eh);
-          dot4(low[r][0], e0, el);
-          dot4(low[r][1], e1, el);
-          const __m512i oh = _mm512_set1_epi32(q[2]), ol = _mm512_set1_epi32(q[3]);
-          dot4(high[r][0], o0, oh);
-          dot4(high[r][1], o1, oh);
-          dot4(low[r][0], o0, ol);
-          dot4(low[r][1], o1, ol);
-        }
-      } else {
+      for (int r = 0; r < kRows; ++r) {
+        const int32_t* q = operand[r] + 4 * j;
+        const __m512i eh = _mm512_set1_epi32(q[0]), el = _mm512_set1_epi32(q[1]);
+        dot4(high[r][0][0], e0, eh);
+        dot4(high[r][1][0], e1, eh);
+        dot4(low[r][0][0], e0, el);
+        dot4(low[r][1][0], e1, el);
+        const __m512i oh = _mm512_set1_epi32(q[2]), ol = _mm512_set1_epi32(q[3]);
+        dot4(high[r][0][kChains - 1], o0, oh);
+        dot4(high[r][1][kChains - 1], o1, oh);
+        dot4(low[r][0][kChains - 1], o0, ol);
+        dot4(low[r][1][kChains - 1], o1, ol);
+      }
+    } else {
 #pragma GCC unroll 4
-        for (int r = 0; r < kRows; ++r) {
-          const int32_t* q = operand[r] + 2 * j;
-          const __m512i h = _mm512_set1_epi32(q[0]), l = _mm512_set1_epi32(q[1]);
-          dot4(high[r][0], x0, h);
-          dot4(high[r][1], x1, h);
-          dot4(low[r][0], x0, l);
-          dot4(low[r][1], x1, l);
-        }
+      for (int r = 0; r < kRows; ++r) {
+        const int32_t* q = operand[r] + 2 * j;
+        const __m512i h = _mm512_set1_epi32(q[0]), l = _mm512_set1_epi32(q[1]);
+        dot4(high[r][0][0], x0, h);
+        dot4(high[r][1][0], x1, h);
+        dot4(low[r][0][0], x0, l);
+        dot4(low[r][1][0], x1, l);
       }
     }
-#pragma GCC unroll 4
-    for (int r = 0; r < kRows; ++r) {
-      const __m512i ch = _mm512_set1_epi32(rows[r].center_high), cl = _mm512_set1_epi32(rows[r].center_low);
-      _mm512_store_ps(scores + r * kTile + g * 16, combine(high[r][0], low[r][0], ch, cl, rows[r].scale));
-      _mm512_store_ps(scores + r * kTile + g * 16 + 16, combine(high[r][1], low[r][1], ch, cl, rows[r].scale));
-    }
   }
+#pragma GCC unroll 4
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 2
+    for (int g = 0; g < 2; ++g) {
+      __m512i h = high[r][g][0], l = low[r][g][0];
+      if (kChains == 2) h = _mm512_add_epi32(h, high[r][g][kChains - 1]), l = _mm512_add_epi32(l, low[r][g][kChains - 1]);
+      // Sums beyond 32 bits wrap; what is left without the centre fits: 32639 * 128 * 512 < 2^31.
+      l = _mm512_sub_epi32(l, _mm512_set1_epi32(rows[r].center));
+      const __m512 x = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(h, 8), l));
+      const __m512 scaled = _mm512_mul_ps(_mm512_mul_ps(x, _mm512_load_ps(k_scale + 16 * g)), _mm512_set1_ps(rows[r].scale));
+      _mm512_store_ps(scores + r * kTile + 16 * g,
+                      _mm512_fmadd_ps(_mm512_load_ps(k_bias + 16 * g), _mm512_set1_ps(rows[r].sum), scaled));
+    }
 }
 
-struct ValueRow {  // a row of weights: bytes for the dot products, and where their sums go
-  const int32_t *high, *low;  // [quad of tokens], 4 signed bytes each
-  int32_t center_high, center_low;
+struct ValueRow {  // a row of weights as 16-bit integers: bytes for the dot products, and where their sums go
+  const int32_t* quads;  // [quad of tokens][4]: high bytes of the weights, low bytes, 0, 0
+  const int32_t* pairs;  // [pair of quads][2][16]: high bytes, low bytes; the second quad's in the upper 8 lanes
+  int32_t sum;  // of the weights
   float scale, decay;  // accumulator = accumulator * decay + scale * sum
   float* accumulator;  // [chunk][u][even, odd][16 lanes], or without [even, odd] for 8-bit codes
 };
 
 // accumulator_r[channel] = accumulator_r[channel] * decay + sum over tokens of weight * (code - centre). kVectors vectors of
-// 64 bytes at once; kHalf: the upper lanes take the weights of the next quad.
+// 64 bytes at once; kHalf: the upper lanes take the weights of the next quad. Odd codes o are never unpacked: with bytes
+// b = e + 16 o, the sum over w o is (sum over w b - sum over w e) / 16, exactly.
 template <int kRows, int kVectors, bool kNibbles, bool kHalf>
 static void dot_values_chunk(const uint8_t* values, int64_t quads, const ValueRow* rows, int64_t offset, Prefetches& ahead) {
-  constexpr int kParts = kNibbles ? 2 : 1;
+  constexpr int kParts = kNibbles ? 2 : 1;  // bytes, and their even codes
   constexpr int64_t kSteps = kHalf ? kQuads / 2 : kQuads;
   const int64_t steps = kHalf ? quads / 2 : quads;
   const __m512i nibble = _mm512_set1_epi8(15);
@@ -236,31 +238,30 @@ static void dot_values_chunk(const uint8_t* values, int64_t quads, const ValueRo
     __m512i high[kRows][kVectors][kParts], low[kRows][kVectors][kParts];
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r)
-#pragma GCC unroll 2
+#pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v)
 #pragma GCC unroll 2
         for (int p = 0; p < kParts; ++p) high[r][v][p] = low[r][v][p] = _mm512_setzero_si512();
     for (int64_t s = 0; s < steps; ++s) {
-      prefetch(ahead);
-      if (kHalf) prefetch(ahead);
+#pragma GCC unroll 8
+      for (int i = 0; i < kVectors; ++i) prefetch(ahead);
       __m512i x[kVectors][kParts];
-#pragma GCC unroll 2
+#pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) {
-        const __m512i bytes = _mm512_load_si512(values + ((u + v) * kSteps + s) * 64);
-        x[v][0] = kNibbles ? _mm512_and_si512(bytes, nibble) : bytes;
-        if (kNibbles) x[v][kParts - 1] = _mm512_and_si512(_mm512_srli_epi16(bytes, 4), nibble);
+        x[v][0] = _mm512_load_si512(values + ((u + v) * kSteps + s) * 64);
+        if (kNibbles) x[v][kParts - 1] = _mm512_and_si512(x[v][0], nibble);
       }
 #pragma GCC unroll 4
       for (int r = 0; r < kRows; ++r) {
         __m512i h, l;
         if (kHalf) {
-          h = _mm512_mask_broadcastd_epi32(_mm512_set1_epi32(rows[r].high[2 * s]), 0xFF00, _mm_loadu_si32(rows[r].high + 2 * s + 1));
-          l = _mm512_mask_broadcastd_epi32(_mm512_set1_epi32(rows[r].low[2 * s]), 0xFF00, _mm_loadu_si32(rows[r].low + 2 * s + 1));
+          h = _mm512_load_si512(rows[r].pairs + 32 * s);
+          l = _mm512_load_si512(rows[r].pairs + 32 * s + 16);
         } else {
-          h = _mm512_set1_epi32(rows[r].high[s]);
-          l = _mm512_set1_epi32(rows[r].low[s]);
+          h = _mm512_set1_epi32(rows[r].quads[4 * s]);
+          l = _mm512_set1_epi32(rows[r].quads[4 * s + 1]);
         }
-#pragma GCC unroll 2
+#pragma GCC unroll 4
         for (int v = 0; v < kVectors; ++v)
 #pragma GCC unroll 2
           for (int p = 0; p < kParts; ++p) {
@@ -272,27 +273,37 @@ static void dot_values_chunk(const uint8_t* values, int64_t quads, const ValueRo
     const __mmask16 lanes = kHalf ? 0x00FF : 0xFFFF;  // a half chunk adds its upper lanes to the lower: centre once
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r) {
-      const __m512i ch = _mm512_maskz_set1_epi32(lanes, rows[r].center_high);
-      const __m512i cl = _mm512_maskz_set1_epi32(lanes, rows[r].center_low);
+      const __m512 scale = _mm512_set1_ps(rows[r].scale), decay = _mm512_set1_ps(rows[r].decay);
+      const __m512i byte_center = _mm512_maskz_set1_epi32(lanes, rows[r].sum * (kNibbles ? 8 * 17 : 128));
+      const __m512i even_center = _mm512_maskz_set1_epi32(lanes, rows[r].sum * 8);
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) {
+        __m512i sum[kParts];
 #pragma GCC unroll 2
-      for (int v = 0; v < kVectors; ++v)
-#pragma GCC unroll 2
-        for (int p = 0; p < kParts; ++p) {
-          float* a = rows[r].accumulator + offset + ((u + v) * kParts + p) * 16;
-          _mm512_store_ps(a, _mm512_fmadd_ps(_mm512_load_ps(a), _mm512_set1_ps(rows[r].decay),
-                                             combine(high[r][v][p], low[r][v][p], ch, cl, rows[r].scale)));
+        for (int p = 0; p < kParts; ++p)
+          sum[p] = _mm512_sub_epi32(_mm512_add_epi32(_mm512_slli_epi32(high[r][v][p], 8), low[r][v][p]),
+                                    p == 0 ? byte_center : even_center);
+        float* a = rows[r].accumulator + offset + (u + v) * kParts * 16;
+        const __m512 even = _mm512_mul_ps(_mm512_cvtepi32_ps(sum[kParts - 1]), scale);
+        _mm512_store_ps(a, _mm512_fmadd_ps(_mm512_load_ps(a), decay, even));
+        if (kNibbles) {
+          const __m512 odd = _mm512_cvtepi32_ps(_mm512_sub_epi32(sum[0], sum[kParts - 1]));
+          _mm512_store_ps(a + 16, _mm512_fmadd_ps(_mm512_load_ps(a + 16), decay,
+                                                  _mm512_mul_ps(odd, _mm512_mul_ps(scale, _mm512_set1_ps(0.0625f)))));
         }
+      }
     }
   }
 }
 
 template <int kRows, bool kNibbles>
 static void dot_values(const uint8_t* values, int64_t row_bytes, int64_t quads, const ValueRow* rows, Prefetches& ahead) {
+  constexpr int kVectors = kRows == 1 ? 4 : kRows == 2 ? 2 : 1;  // of 16 sums, or 12
   const int64_t full = full_chunks(row_bytes), width = kNibbles ? 128 : 64;
   for (int64_t chunk = 0; chunk < full; ++chunk)
-    dot_values_chunk<kRows, 1, kNibbles, false>(values + chunk * 4 * kQuads * 64, quads, rows, chunk * width, ahead);
+    dot_values_chunk<kRows, kVectors, kNibbles, false>(values + chunk * 4 * kQuads * 64, quads, rows, chunk * width, ahead);
   if (half_chunk(row_bytes))
-    dot_values_chunk<kRows, kRows == 4 ? 1 : 2, kNibbles, true>(values + full * 4 * kQuads * 64, quads, rows, full * width, ahead);
+    dot_values_chunk<kRows, kRows == 3 ? 2 : kVectors, kNibbles, true>(values + full * 4 * kQuads * 64, quads, rows, full * width, ahead);
 }
 
 NKV_INLINE int64_t value_accumulator_size(int64_t row_bytes, bool nibbles) {
@@ -312,8 +323,8 @@ static void gather_accumulator(const float* accumulator, int64_t row_bytes, bool
         }
 }
 
-// Split x [n] into high * 256 + low signed bytes in steps of *step, |x| / *step <= 32639.
-NKV_INLINE float operand_step(float largest) { return largest > 0 ? largest / 32639.0f : 0.0f; }
+// Largest integer whose high and low byte, the low one signed, both fit.
+constexpr float kLargestOperand = 32639.0f;
 
 }  // namespace NKV_ISA
 }  // namespace nibblekv

@@ -63,8 +63,34 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 constexpr int64_t kInvariantSplit = 1024;  // tokens of a split where nothing but the sequence may decide
 constexpr int64_t kSmallestSplit = 512;  // below, loading the queries again costs more than a tenth
-constexpr int64_t kItemsPerThread = 4;  // items to balance by
+constexpr int64_t kItemsPerThread = 6;  // items to balance by
 constexpr int64_t kWriteGrain = 64;  // rows: about 20 us
+
+// Whether every page of every sequence is one of the cache's.
+bool pages_exist(const AttentionArgs& a) {
+  for (int64_t seq = 0; seq < a.num_seqs; ++seq) {
+    const uint8_t* table = a.block_table + seq * a.block_table_row;
+    const int64_t tokens = load_index(a.seq_lens, a.seq_lens_stride, a.seq_lens_are_64, seq);
+    const int64_t pages = ceil_div(tokens, a.geometry->block_size);
+    bool good = true;
+    if (!a.block_table_is_64 && a.block_table_col == 4) {  // a loop that compilers vectorize
+      const int32_t* page = reinterpret_cast<const int32_t*>(table);
+      const uint32_t count = static_cast<uint32_t>(a.num_blocks < INT32_MAX ? a.num_blocks : INT32_MAX);
+      uint32_t largest = 0;
+      for (int64_t i = 0; i < pages; ++i) {
+        const uint32_t number = static_cast<uint32_t>(page[i]);
+        largest = number > largest ? number : largest;
+      }
+      good = pages == 0 || largest < count;
+    } else {
+      for (int64_t i = 0; i < pages; ++i)
+        good &= static_cast<uint64_t>(load_index(table, a.block_table_col, a.block_table_is_64, i)) <
+                static_cast<uint64_t>(a.num_blocks);
+    }
+    if (!good) return false;
+  }
+  return true;
+}
 
 struct Block {  // of rows of one (sequence, KV head)
   int64_t seq, head, row0, rows, tokens;
@@ -94,9 +120,10 @@ void attention(const AttentionArgs& a) {
   int64_t split_size = ceil_div(most > 0 ? most : 1, kTile) * kTile;
   if (a.batch_invariant) {
     split_size = kInvariantSplit;
-  } else if (a.num_threads > 1 && static_cast<int64_t>(blocks.size()) < kItemsPerThread * a.num_threads) {
-    const int64_t wanted = ceil_div(ceil_div(work, kItemsPerThread * a.num_threads), kTile) * kTile;
-    split_size = wanted < kSmallestSplit ? kSmallestSplit : wanted;
+  } else if (a.num_threads > 1 && most > 0 && static_cast<int64_t>(blocks.size()) < kItemsPerThread * a.num_threads) {
+    const int64_t wanted = ceil_div(work, kItemsPerThread * a.num_threads);
+    const int64_t splits = ceil_div(most, wanted < kSmallestSplit ? kSmallestSplit : wanted);
+    split_size = ceil_div(ceil_div(most, splits), kTile) * kTile;  // of one size: a rest would leave a thread idle
   }
   const bool spread = a.num_threads > 1 && static_cast<int64_t>(blocks.size()) < kItemsPerThread * a.num_threads;
   std::vector<Item> items, merges;
@@ -136,8 +163,9 @@ using namespace nibblekv;
 
 extern "C" {
 
-// Returns 0, or 1 if memory ran out.
+// Returns 0; 1 if memory ran out; 2, with nothing written, if the block table names a page that the cache lacks.
 __attribute__((visibility("default"))) int nibblekv_attention(const void* args) {
+  if (!pages_exist(*static_cast<const AttentionArgs*>(args))) return 2;
   try {
     attention(*static_cast<const AttentionArgs*>(args));
   } catch (const std::bad_alloc&) {

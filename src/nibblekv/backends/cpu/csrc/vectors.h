@@ -55,6 +55,8 @@ NKV_INLINE float sum16(v16 x) {
   return s;
 }
 
+NKV_INLINE float sum8(v8 x) { return ((x[0] + x[4]) + (x[2] + x[6])) + ((x[1] + x[5]) + (x[3] + x[7])); }
+
 NKV_INLINE float reduce_max16(v16 x) {
 #if NKV_AVX512
   return _mm512_reduce_max_ps((__m512)x);

@@ -424,25 +424,13 @@ def decode_kernel(
         for n in gl.static_range(NC):
             new_total = new_total + (total[n] * decay[n],)
             new_offset = new_offset + (offset[n] * decay[n],)
-        rescaled = ()
-        for m in gl.static_range(MT * NT):
-            if PAIR:
-                f = decay[0] * shrink
-                rescaled = rescaled + (
-                    accumulator[4 * m] * f,
-                    accumulator[4 * m + 1],
-                    accumulator[4 * m + 2] * f,
-                    accumulator[4 * m + 3],
-                )
-            else:
-                f0, f1 = decay[m % NT * 2] * shrink, decay[m % NT * 2 + 1] * shrink
-                rescaled = rescaled + (
-                    accumulator[4 * m] * f0,
-                    accumulator[4 * m + 1] * f1,
-                    accumulator[4 * m + 2] * f0,
-                    accumulator[4 * m + 3] * f1,
-                )
-        accumulator = rescaled
+        # Tensor cores truncate what they add to a large sum, always downwards, and codes are never negative: sums of a whole
+        # split were off by 3e-3 of the output. So a tile (16 tokens of it where registers are short) is summed from zero and
+        # then added in float32.
+        SPAN: gl.constexpr = 1 if MT * NT > 8 else NG
+        factors = ()
+        for n in gl.static_range(NC):
+            factors = factors + (decay[n] * shrink,)
 
         for i in gl.static_range(NG):
             v0, v1 = _value_words(ve_here, 16 * i, ROWS, D), _value_words(vo_here, 16 * i, ROWS, D)
@@ -465,6 +453,8 @@ def decode_kernel(
                         p_fragments = p_fragments + (ptx.transpose8(ptx.pack_half2(weighted[0], zero)),)
                     else:
                         p_fragments = p_fragments + (ptx.transpose8(ptx.pack_half2(weighted[2 * nt], weighted[2 * nt + 1])),)
+            if i % SPAN == 0:
+                fresh = (zero,) * (4 * MT * NT)
             updated = ()
             for w in gl.static_range(VW):
                 upper, lower = ptx.pair_halves(v0[w], v1[w]), ptx.pair_halves(v2[w], v3[w])
@@ -472,9 +462,21 @@ def decode_kernel(
                 c, d = ptx.unpack_nibbles(lower[0]), ptx.unpack_nibbles(lower[1])
                 for k in gl.static_range(4):
                     for nt in gl.static_range(NT):
-                        held = accumulator[4 * ((4 * w + k) * NT + nt) : 4 * ((4 * w + k) * NT + nt) + 4]
+                        held = fresh[4 * ((4 * w + k) * NT + nt) : 4 * ((4 * w + k) * NT + nt) + 4]
                         updated = updated + ptx.mma((a[k], b[k], c[k], d[k]), p_fragments[nt], p_fragments[NT + nt], held)
-            accumulator = updated
+            fresh = updated
+            if i % SPAN == SPAN - 1:
+                added = ()
+                for m in gl.static_range(4 * MT * NT):
+                    if PAIR and m % 2 == 1:  # columns of zero weights
+                        added = added + (accumulator[m],)
+                    elif i >= SPAN:
+                        added = added + (accumulator[m] + fresh[m],)
+                    elif PAIR:
+                        added = added + (accumulator[m] * factors[0] + fresh[m],)
+                    else:
+                        added = added + (accumulator[m] * factors[m // 4 % NT * 2 + m % 2] + fresh[m],)
+                accumulator = added
         total = new_total
         offset = new_offset
 

@@ -100,12 +100,17 @@ def plan(num_seqs: int, num_kv_heads: int, max_seq_len: int, head_size: int, num
     warps, tile, stages = 1, 64, 2
     blocks = num_sms * (3 if head_size == 256 else 8) // warps
     splits = max(1, min(blocks // (num_seqs * (num_kv_heads // warps)), -(-max_seq_len // tile)))
-    if splits <= 8:
+    if splits > 8 and splits * tile < max_seq_len // 4:
+        # Few long sequences: half as many splits, each with a third tile in flight, leave less to merge.
+        stages, splits = 3, splits // 2
+    if splits <= 4:
         merge = (1, 8)
+    elif splits <= 8:
+        merge = (2, 8)
     elif splits <= 32:
         merge = (4, 16 if splits <= 16 else 32)
     else:
-        merge = (8, 64)
+        merge = (4, 64)
     return Plan(warps, tile, stages, splits, *merge)
 
 
