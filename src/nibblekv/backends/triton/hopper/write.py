@@ -26,7 +26,7 @@ from nibblekv.backends.triton.hopper import ptx
 from nibblekv.backends.triton.hopper.kernels import _as_bits, _as_float, _sign_word
 from nibblekv.backends.triton.hopper.launch import _signs
 from nibblekv.backends.triton.launch import launch
-from nibblekv.formats import SCALE_FLOOR
+from nibblekv.formats import EDGE, SCALE_FLOOR
 from nibblekv.layout import KVCacheLayout
 
 HEAD_SIZES = (128, 256)
@@ -37,6 +37,7 @@ LONG_STEPS, SHORT_STEPS = 4, 1
 LONG_CALL = 4096
 
 _FLOOR = gl.constexpr(SCALE_FLOOR)
+_EDGE = gl.constexpr(EDGE)
 _INF = gl.constexpr(float("inf"))
 
 
@@ -105,9 +106,11 @@ def _write_step(
             high = gl.maximum(high, ptx.shuffle_xor(high, 4 << bit))
         low *= gain
         high *= gain
-        step = gl.where(((_as_bits(low) & 0xFFFF) != 0) & (low < 0.0), 0x10000, 0)
-        bias = _as_float((_as_bits(low) & -65536) + step)
-        span = high - bias
+        margin = ptx.divide(high - low, zero + _EDGE)
+        lowest = low + margin
+        step = gl.where(((_as_bits(lowest) & 0xFFFF) != 0) & (lowest < 0.0), 0x10000, 0)
+        bias = _as_float((_as_bits(lowest) & -65536) + step)
+        span = high - margin - bias
         broken = (gl.abs(span) < _INF) == 0
         scale = _as_float((_as_bits(ptx.divide(span, zero + 15.0)) + 0xFFFF) & -65536)
         scale = gl.where(broken | (scale < _FLOOR), 0.0, scale)
