@@ -233,7 +233,7 @@ def test_every_layer_attends_to_its_pages(family, backend, strict, layer_errors)
     for first, end in zip([0, *ends], ends, strict=False):
         forward(model, ids[:, :end], mask[:, :end], cache, first)
     assert len(layer_errors) == model.config.num_hidden_layers * len(ends)
-    assert max(layer_errors) <= 1e-4
+    assert max(layer_errors) <= 2e-4  # operands of the CPU kernels have 16 bits
     assert cache.lengths == mask.sum(1).tolist()
     assert cache.get_seq_length() == ids.shape[1]
 
