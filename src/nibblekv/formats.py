@@ -34,7 +34,7 @@ _NAN_WORD = {"scale_zero": 0x7FC00000, "scale": 0x7FC00000, "scale_min": 0x7FC07
 # A scale below this is stored as 0 (scale_min) or raised to it (the fp32 words): its reciprocal would leave float32.
 SCALE_FLOOR = 2.0**-100
 # The outermost codes of `scale_min` lie inside the row's range by this part of it, a quarter of a step: every step is 3 %
-# smaller, and the outermost values are still nearer than half a step. On SmolLM2 (9 windows) it takes 2 % off the KL.
+# smaller, normal rows have 6 % less squared error, and the outermost values are still nearer than half a step.
 EDGE = 62.0
 
 

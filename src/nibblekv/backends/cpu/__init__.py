@@ -1,13 +1,8 @@
 """Write, decode and prefill on packed pages with compiled kernels (csrc/), on the threads of torch.
 
-The kernels are C++ compiled when the package is installed, loaded with ctypes. Why not Numba, measured on two cores with
-AVX-512 VNNI (32/8 heads, head size 128, 16,384 tokens, one thread; torch's best attention on bf16 rows takes 12.9 ms):
-
-    these kernels    2.6 ms, compiled before the first call
-    Numba            31 ms over the same rows, after 1.4 s of compilation for one combination of format and shape
-
-Numba reaches the integer dot products that make the difference only through LLVM intrinsics emitted by hand (1.7 s for one
-kernel of one shape), and every group size, code kind and dtype is another variant to compile on the user's time.
+The kernels are C++ compiled when the package is installed, loaded with ctypes. Why not Numba: it reaches the integer dot
+products that make the difference only through LLVM intrinsics emitted by hand, and every group size, code kind and dtype is
+another variant to compile, for seconds, on the user's time.
 """
 
 from __future__ import annotations

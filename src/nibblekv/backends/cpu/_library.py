@@ -1,6 +1,6 @@
 """The compiled kernels: finding the library, handing it tensors.
 
-Why C++ compiled at installation and not Numba: see the figures in `nibblekv/backends/cpu/__init__.py`.
+Why C++ compiled at installation and not Numba: see `nibblekv/backends/cpu/__init__.py`.
 """
 
 from __future__ import annotations
