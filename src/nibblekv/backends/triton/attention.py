@@ -55,7 +55,7 @@ QUERY_GAIN = tl.constexpr(0.015625)
 # Tokens of a split in batch-invariant mode, whatever the batch.
 INVARIANT_SPLIT = 2048
 MAX_SPLITS = 128
-# Context from which plain int4 decode reads 256 tokens at once: 123 us instead of 139 at 32 x 8,192 on an H200.
+# Context from which plain int4 decode reads 256 tokens at once.
 LONG_TILE_FROM = 4096
 # Programs per multiprocessor that splits aim at.
 SPLIT_WAVES = 2

@@ -17,12 +17,8 @@ value rows the (l // 4)-th eighth: any order of dimensions serves, as long as Q 
 
 Weights are scaled by a running power of two above every value scale so far: fp16 then holds them for values of any size.
 
-Measured on an H200 (32 query and 8 KV heads of 128, block 16, bf16 queries, CUDA graph, cold L2), while the query was still
-asked for behind the first pages: 32 x 8,192 tokens in 76-78 us, of which the loop streams 3.9 TB/s where a plain reduction
-reads 4.4-4.5. Issue slots are 37 % busy at 1.5 instructions a packed value; DRAM, not the cores, bounds the loop. The rest
-is the start (7 us to the first tile), blocks that end up to 7 us after their mean, and the merge (2 us). Handing tiles to
-whichever split was ready first evened the ends out and cost more than that: heads of one page then read it at different
-times (85 us).
+DRAM, not the cores, bounds the loop; the rest of a call is its start, blocks that end unevenly, and the merge. Handing tiles
+to whichever split is ready first evens the ends out and costs more: heads of one page then read it at different times.
 """
 
 # Gluon's compiler takes neither starred tuples nor conditional expressions of different lengths; its types are not Python's.
