@@ -36,6 +36,8 @@ from nibblekv.backends.triton.hopper import ptx
 _LOW = gl.constexpr(-1e30)
 # A weight is p * 2^15 at most, which fp16 holds; small ones keep 15 more binades before they lose bits.
 _HEADROOM = gl.constexpr(15.0)
+# Its name until Triton 3.6, and after.
+_block_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 
 
 @gluon.constexpr_function
@@ -235,7 +237,7 @@ def decode_kernel(
     base += warp * (STAGES * STAGE)
     ptx.barrier_init(barriers + 8 * thread, WARPS, (thread < STAGES).to(gl.int32))
     ptx.barrier_init_fence(lane)
-    gl.thread_barrier()
+    _block_barrier()
 
     if PDL:
         ptx.wait_for_dependency(lane)
