@@ -6,21 +6,17 @@ Calls are interleaved (ours, theirs, ours, ...), so that a busy machine slows bo
 
 from __future__ import annotations
 
-import platform
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from nibblekv import __version__
 from nibblekv.layout import KVCacheLayout
 from nibblekv.ops import gather_and_dequantize, paged_attention, reshape_and_cache
 
-__all__ = ["MAX_ERROR", "SHAPES", "bench_attention_cpu", "machine_line"]
+__all__ = ["MAX_ERROR", "SHAPES", "bench_attention_cpu"]
 
 # Above this error against float64 over the same pages a row has no ratio.
 MAX_ERROR = 1e-3
@@ -28,19 +24,6 @@ MAX_ERROR = 1e-3
 SHAPES = ((32, 8, 128), (9, 3, 64))
 
 Arrangements = dict[str, Callable[[], object]]
-
-
-def machine_line() -> str:
-    """Return one line that says where figures come from: CPU, threads, versions, command."""
-    model = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
-        model = names[0] if names else model
-    return (
-        f"{model}, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}, "
-        f"nibblekv {__version__}, Python {platform.python_version()}, command: {' '.join(sys.argv)}"
-    )
 
 
 def bench_attention_cpu(
