@@ -430,6 +430,8 @@ def decode_kernel(
         for n in gl.static_range(NC):
             factors = factors + (decay[n] * shrink,)
 
+        # What rounding takes from a weight, times the middle of the codes: the rest of its error is of random sign.
+        middle = _as_float(reference) * 7.5
         for i in gl.static_range(NG):
             v0, v1 = _value_words(ve_here, 16 * i, ROWS, D), _value_words(vo_here, 16 * i, ROWS, D)
             v2, v3 = _value_words(ve_here, 16 * i + 8, ROWS, D), _value_words(vo_here, 16 * i + 8, ROWS, D)
@@ -445,12 +447,17 @@ def decode_kernel(
                     kept_offset = kept_offset + (new_offset[n] + p * v_bias[2 * i + r],)
                     weighted = weighted + (p * scale,)
                 new_total = kept_total
-                new_offset = kept_offset
+                new_offset = ()
                 for nt in gl.static_range(NT):
                     if PAIR:
-                        p_fragments = p_fragments + (ptx.transpose8(ptx.pack_half2(weighted[0], zero)),)
+                        packed = ptx.pack_half2(weighted[0], zero)
                     else:
-                        p_fragments = p_fragments + (ptx.transpose8(ptx.pack_half2(weighted[2 * nt], weighted[2 * nt + 1])),)
+                        packed = ptx.pack_half2(weighted[2 * nt], weighted[2 * nt + 1])
+                    rounded = ptx.unpack2(packed, True)
+                    for n in gl.static_range(NC // NT):
+                        lost = weighted[2 * nt + n] - rounded[n]
+                        new_offset = new_offset + (kept_offset[2 * nt + n] + lost * middle,)
+                    p_fragments = p_fragments + (ptx.transpose8(packed),)
             if i % SPAN == 0:
                 fresh = (zero,) * (4 * MT * NT)
             updated = ()
