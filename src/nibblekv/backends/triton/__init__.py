@@ -30,9 +30,7 @@ def unavailable_reason() -> str | None:
 
 
 def supports(layout: KVCacheLayout, options: AttentionOptions | None, device: torch.device) -> str | None:
-    """Return why this backend cannot serve a call, or None: every layout, every option but raw rows, on a GPU."""
-    if options is not None and options.raw_key is not None:
-        return "its kernels do not read a raw window and sinks yet (raw_window, raw_sinks)"
+    """Return why this backend cannot serve a call, or None: every layout and every option, on a GPU."""
     if device.type == "cpu":
         return None if _interpreting() else "its kernels need a GPU, the tensors are on the CPU"
     if device.type != "cuda":
