@@ -20,7 +20,11 @@ __all__ = ["Plan", "decode", "plan", "supports"]
 HEAD_SIZES = (64, 128, 256)
 ALIGNMENT = 16
 LOG2_E = 1.4426950408889634
-_SERVED = ("softmax_scale", "causal", "sliding_window", "host_lengths")
+# Raw keys that a warp attends at once, and blocks a multiprocessor at most for those beyond a sequence's first.
+RAW_STEP, RAW_BLOCKS = 16, 2
+_SERVED = (
+    "softmax_scale", "causal", "sliding_window", "host_lengths", "raw_key", "raw_value", "raw_window", "raw_sinks"
+)  # fmt: skip
 _UNSERVED = tuple((field.name, field.default) for field in fields(AttentionOptions) if field.name not in _SERVED)
 
 
@@ -32,6 +36,7 @@ class Plan:
         warps: KV heads of a block, one to a warp; divides num_kv_heads.
         tile: tokens of a step. stages: tiles in flight per warp.
         splits: blocks that share a sequence.
+        raw_splits: blocks that share its raw window and sinks; 0 without.
         merge_warps, merge_rows: warps of a merge block, and the splits that it reads in one step.
         dependent: launch each kernel before the one in front of it has drained.
     """
@@ -40,6 +45,7 @@ class Plan:
     tile: int
     stages: int
     splits: int
+    raw_splits: int
     merge_warps: int
     merge_rows: int
     dependent: bool = True
@@ -70,10 +76,17 @@ def supports(
         return f"serves {max_columns(layout.head_size)} queries of a KV head at head size {layout.head_size}, got {columns}"
     if kv_cache.data_ptr() % ALIGNMENT or kv_cache.stride(0) % ALIGNMENT or kv_cache.stride(1) % ALIGNMENT:
         return f"needs tiles at multiples of {ALIGNMENT} bytes, got strides {kv_cache.stride()}"
+    raw_key, raw_value = options.raw_key, options.raw_value
+    if raw_key is not None and raw_value is not None:
+        if raw_key.dtype != query_dtype:
+            return f"needs raw keys of the queries' dtype, {query_dtype}, got {raw_key.dtype}"
+        misplaced = raw_key.data_ptr() % ALIGNMENT or raw_value.data_ptr() % ALIGNMENT
+        if raw_key.stride() != raw_value.stride() or misplaced or any(n % 8 for n in raw_key.stride()[:3]):
+            return f"needs raw rows at multiples of {ALIGNMENT} bytes and equal strides, got {raw_key.stride()}"
     for name, default in _UNSERVED:
         value = getattr(options, name)
         if value is not default and (isinstance(value, torch.Tensor) or value != default):
-            return f"serves causal and sliding_window only, got {name}"
+            return f"serves causal, sliding_window and raw rows only, got {name}"
     if isinstance(options.causal, torch.Tensor) or (options.sliding_window > 0 and not options.causal):
         return "serves one causal flag for all sequences, and a window only with it"
     return None
@@ -91,11 +104,13 @@ def shared_bytes(warps: int, tile: int, stages: int, head_size: int) -> int:
 
 
 @functools.lru_cache(maxsize=4096)
-def plan(num_seqs: int, num_kv_heads: int, max_seq_len: int, head_size: int, num_sms: int) -> Plan:
+def plan(
+    num_seqs: int, num_kv_heads: int, max_seq_len: int, head_size: int, num_sms: int, raw_rows: int = 0
+) -> Plan:
     """Choose launch parameters from what the host knows: one wave of one-warp blocks.
 
     Eight blocks a multiprocessor keep 139 KB in flight on each; more only lengthen the queues and the merge. At head size
-    256, where a split's rows to merge weigh twice as much, three.
+    256, where a split's rows to merge weigh twice as much, three. Blocks of raw rows come on top: they are few and short.
     """
     warps, tile, stages = 1, 64, 2
     blocks = num_sms * (3 if head_size == 256 else 8) // warps
@@ -103,15 +118,17 @@ def plan(num_seqs: int, num_kv_heads: int, max_seq_len: int, head_size: int, num
     if splits > 8 and splits * tile < max_seq_len // 4:
         # Few long sequences: half as many splits, each with a third tile in flight, leave less to merge.
         stages, splits = 3, splits // 2
-    if splits <= 4:
+    raw_splits = min(-(-raw_rows // RAW_STEP), max(1, num_sms * RAW_BLOCKS // (num_seqs * num_kv_heads)))
+    slots = splits + raw_splits
+    if slots <= 4 + bool(raw_rows):
         merge = (1, 8)
-    elif splits <= 8:
+    elif slots <= 8:
         merge = (2, 8)
-    elif splits <= 32:
-        merge = (4, 16 if splits <= 16 else 32)
+    elif slots <= 32:
+        merge = (4, 16 if slots <= 16 else 32)
     else:
         merge = (4, 64)
-    return Plan(warps, tile, stages, splits, *merge)
+    return Plan(warps, tile, stages, splits, raw_splits, *merge)
 
 
 def decode(
@@ -143,19 +160,30 @@ def decode(
         query = query.contiguous().clone()
     if parameters is None:
         reach = min(max_seq_len, options.sliding_window + max_query_len) if options.sliding_window else max_seq_len
-        parameters = plan(num_seqs, num_kv_heads, reach, head_size, _num_sms(query.device))
-    splits, rows = parameters.splits, num_tokens * num_query_heads * parameters.splits
+        raw_rows = options.raw_sinks + (options.raw_window + max_query_len - 1 if options.raw_window else 0)
+        parameters = plan(num_seqs, num_kv_heads, reach, head_size, _num_sms(query.device), raw_rows)
+    slots = parameters.splits + parameters.raw_splits
+    rows = num_tokens * num_query_heads * slots
     buffer = torch.empty(rows * (head_size + 1), dtype=torch.float32, device=query.device)
     partial, partial_lse = buffer, buffer[rows * head_size :]
     signs = _signs(layout.k_format.rotation, head_size)
     launch(
         decode_kernel,
-        (num_seqs * (num_kv_heads // parameters.warps) * splits,),
-        (query, kv_cache, block_table, seq_lens, query_start_loc, partial, partial_lse),
-        (query.stride(0), query.stride(1), kv_cache.stride(0), kv_cache.stride(1), block_table.stride(0)),
-        (options.softmax_scale * LOG2_E / math.sqrt(head_size), options.sliding_window, num_kv_heads, splits),
+        (num_seqs * (num_kv_heads // parameters.warps) * slots,),
+        (
+            query, kv_cache, block_table, seq_lens, query_start_loc, partial, partial_lse, options.raw_key,
+            options.raw_value,
+        ),
+        (
+            query.stride(0), query.stride(1), kv_cache.stride(0), kv_cache.stride(1), block_table.stride(0),
+            *((0, 0, 0) if options.raw_key is None else options.raw_key.stride()[:3]),
+        ),
+        (
+            options.softmax_scale * LOG2_E / math.sqrt(head_size), options.sliding_window, options.raw_window,
+            options.raw_sinks, options.raw_ring, num_kv_heads, parameters.splits, parameters.raw_splits,
+        ),
         (num_query_heads // num_kv_heads, max_query_len, head_size, layout.block_size, parameters.tile, parameters.stages,
-         bool(options.causal), options.sliding_window > 0, query.dtype == torch.float16, signs, parameters.dependent),
+         bool(options.causal), options.sliding_window > 0, options.raw_key is not None, query.dtype == torch.float16, signs, parameters.dependent),
         num_warps=parameters.warps, launch_pdl=parameters.dependent,
     )  # fmt: skip
     launch(
@@ -163,7 +191,7 @@ def decode(
         (num_tokens * num_query_heads,),
         (partial, partial_lse, out, partial_lse if lse is None else lse),
         (out.stride(0), out.stride(1)),
-        (1.0 / math.sqrt(head_size), splits),
+        (1.0 / math.sqrt(head_size), slots),
         (num_query_heads, head_size, signs, parameters.merge_rows, lse is not None, parameters.dependent),
         num_warps=parameters.merge_warps, launch_pdl=parameters.dependent,
     )  # fmt: skip
