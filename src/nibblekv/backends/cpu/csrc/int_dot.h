@@ -303,7 +303,7 @@ static void dot_values(const uint8_t* values, int64_t row_bytes, int64_t quads, 
   for (int64_t chunk = 0; chunk < full; ++chunk)
     dot_values_chunk<kRows, kVectors, kNibbles, false>(values + chunk * 4 * kQuads * 64, quads, rows, chunk * width, ahead);
   if (half_chunk(row_bytes))
-    dot_values_chunk<kRows, kRows == 3 ? 2 : kVectors, kNibbles, true>(values + full * 4 * kQuads * 64, quads, rows, full * width, ahead);
+    dot_values_chunk<kRows, kVectors, kNibbles, true>(values + full * 4 * kQuads * 64, quads, rows, full * width, ahead);
 }
 
 NKV_INLINE int64_t value_accumulator_size(int64_t row_bytes, bool nibbles) {
