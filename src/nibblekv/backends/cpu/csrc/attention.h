@@ -554,17 +554,18 @@ static void attend_pages(Context& c, int64_t first, int64_t n, const Pages& page
   }
 #if NKV_AVX512
   const uint8_t* lines[kMostLines];
-  if (c.k_int) {  // while keys are read, ask for the values
+  if (c.k_int) {  // while keys are read, ask for the next keys
     const uint8_t** end = lines;
-    for (int64_t i = 0; i < groups; ++i) end = list_lines(pages.v[i], v.slot_stride, v.row_bytes, end);
+    *end++ = pages.k[0];
+    for (int64_t i = 0; i < next_groups; ++i) end = list_lines(next.k[i], k.slot_stride, k.row_bytes, end);
     fill_lines(end, lines + (groups + 1) / 2 * 2 * (k.row_bytes / 4));
     Prefetches ahead{lines};
     score_pages_int(c, pages, groups, next, next_groups, ahead);
   }
-  if (c.v_int) {  // and while values are read, for the next keys
+  if (c.v_int) {  // and while values are read, for the next values
     const uint8_t** end = lines;
-    *end++ = pages.k[0];
-    for (int64_t i = 0; i < next_groups; ++i) end = list_lines(next.k[i], k.slot_stride, k.row_bytes, end);
+    *end++ = pages.v[0];
+    for (int64_t i = 0; i < next_groups; ++i) end = list_lines(next.v[i], v.slot_stride, v.row_bytes, end);
     fill_lines(end, lines + groups * (16 * full_chunks(v.row_bytes) + 8 * half_chunk(v.row_bytes)));
     Prefetches ahead{lines};
     weigh_pages_int(c, pages, first, n, bits, seen, ahead);
