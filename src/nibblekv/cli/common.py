@@ -24,6 +24,9 @@ from nibblekv.formats import FORMATS
 from nibblekv.machine import machine
 from nibblekv.models import DEMO_MODELS
 
+# Rows are written again and again while a benchmark runs; to ask the machine takes up to a second.
+_machine = functools.cache(machine)
+
 # Tables need room where no terminal says how wide it is.
 console = Console(width=None if sys.stdout.isatty() else 200)
 errors = Console(stderr=True)
@@ -128,7 +131,7 @@ def write_json(path: Path | None, rows: Sequence[dict[str, Any]], **more: Any) -
     if path is None:
         return
     command = shlex.join(["nibblekv", *sys.argv[1:]])
-    text = json.dumps({"command": command, "machine": machine(), **more, "rows": list(rows)}, indent=1) + "\n"
+    text = json.dumps({"command": command, "machine": _machine(), **more, "rows": list(rows)}, indent=1) + "\n"
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}-", delete=False) as file:
         file.write(text)
