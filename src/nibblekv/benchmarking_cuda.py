@@ -23,7 +23,7 @@ import nibblekv
 from nibblekv.formats import SCALE_WORD_BYTES, get_format
 from nibblekv.layout import KVCacheLayout
 
-__all__ = ["SHAPES", "Shape", "bench_attention_cuda", "graph_time", "host_time", "plot_attention"]
+__all__ = ["SHAPES", "Shape", "bench_attention_cuda", "count_kernels", "graph_time", "host_time", "plot_attention"]
 
 ERROR_LIMIT = 1e-3
 # Inputs rotate among so many copies that their pages fill this many bytes, over twice the L2 cache; at most MAX_COPIES.
@@ -114,7 +114,7 @@ def host_time(call: Callable[[], Any], bursts: int = 9) -> float:
     return statistics.median(times[1:])
 
 
-def _count_kernels(call: Callable[[], Any]) -> int:
+def count_kernels(call: Callable[[], Any]) -> int:
     """Return how many kernels, copies and fills a call launches: the nodes of a CUDA graph of it."""
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph(keep_graph=True)
@@ -282,7 +282,7 @@ def _bench_write(shape: Shape, layout: KVCacheLayout, backend: str) -> dict[str,
 
 def _times(calls: Sequence[Callable[[], Any]]) -> dict[str, Any]:
     time_us = graph_time(calls)
-    return {"time_us": time_us, "kernels": _count_kernels(calls[0]), "host_us": host_time(calls[0])}
+    return {"time_us": time_us, "kernels": count_kernels(calls[0]), "host_us": host_time(calls[0])}
 
 
 def _errors(shape: Shape, layout: KVCacheLayout, backend: str) -> list[dict[str, Any]]:

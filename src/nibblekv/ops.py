@@ -193,7 +193,7 @@ def paged_attention(
     _check_dtype("query", query, _FLOATS)
     _check_contiguous("query", query)
     device, on_cpu = query.device, query.is_cpu
-    if options or softmax_scale is not None:
+    if options:
         opts.check(num_seqs, query.shape[1], device)
     if not (on_cpu and kv_cache.is_cpu and block_table.is_cpu and seq_lens.is_cpu and query_start_loc.is_cpu):
         _check_device("kv_cache", kv_cache, device)

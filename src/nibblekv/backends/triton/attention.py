@@ -224,9 +224,7 @@ def attend_raw(
         inside = j < count
         k = tl.where(j < sinks_end, j, window_first + j - sinks_end)
         place = tl.where(k < raw_sinks, k, raw_sinks + (k - raw_sinks) % raw_ring).to(tl.int64)
-        keys = tl.load(
-            key_ptr + place[None, :] * key_r + d[:, None], mask=inside[None, :] & (d < D)[:, None], other=0.0
-        )
+        keys = tl.load(key_ptr + place[None, :] * key_r + d[:, None], mask=inside[None, :] & (d < D)[:, None], other=0.0)
         values = tl.load(
             value_ptr + place[:, None] * value_r + dv[None, :], mask=inside[:, None] & (dv < DV)[None, :], other=0.0
         )
@@ -280,7 +278,7 @@ def _add_both(a0, b0, a1, b1):
     return a0 + a1, b0 + b1
 
 
-@triton.jit(do_not_specialize=["num_q_tiles", "num_splits"])
+@triton.jit(do_not_specialize=["num_q_tiles", "num_splits", "own_before"])
 def attention_kernel(
     query_ptr, codes_k_ptr, codes_v_ptr, words_ptr, block_table_ptr, seq_lens_ptr, query_start_ptr,
     k_matrix_ptr, v_matrix_ptr, partial_ptr, partial_lse_ptr, out_ptr, lse_ptr,
@@ -291,7 +289,7 @@ def attention_kernel(
     score_scale, query_gain, out_gain, softcap, sliding_window, chunk_size, rswa_window, qq_stride,
     raw_query_t, raw_query_h, raw_key_b, raw_key_r, raw_key_h, raw_value_b, raw_value_r, raw_value_h,
     own_t, own_h, own_lse_t, own_lse_h, raw_score_scale, raw_window, raw_sinks, raw_ring,
-    num_q_tiles, num_splits,
+    num_q_tiles, num_splits, own_before,
     CHUNK_LOOKBACK: tl.constexpr, CAUSAL: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI_SQRT: tl.constexpr,
     NUM_MM: tl.constexpr, MM_CLAMP: tl.constexpr, PREFIX_ONLY: tl.constexpr, SPLIT_TOKENS: tl.constexpr,
     FINAL: tl.constexpr, SHARED_LIMIT: tl.constexpr, PREFETCH: tl.constexpr, SPLIT_Q: tl.constexpr,
@@ -310,7 +308,8 @@ def attention_kernel(
     Token t of sequence b lies at row query_start[b] + t of query and out; the query comes raw, or (K_ROTATED False) as
     float32 already rotated. FINAL writes out and lse; else the partial result [row, split, DVP] (rotated, normalised) and
     its log2-sum-exp.
-    CAUSAL: 1, 0, or 2 to read `causal_ptr`. PREFIX_ONLY leaves out the queries' own keys. SPLIT_TOKENS > 0 fixes splits.
+    CAUSAL: 1, 0, or 2 to read `causal_ptr`. PREFIX_ONLY leaves out the queries' own keys and the own_before in
+    front of them. SPLIT_TOKENS > 0 fixes splits.
     """
     D4: tl.constexpr = DP // 4
     DV4: tl.constexpr = DVP // 4
@@ -339,7 +338,7 @@ def attention_kernel(
     last_row = (tl.program_id(0) % num_q_tiles) * BLOCK_M + BLOCK_M - 1
     last_token = tl.minimum(last_row // GROUP, q_len - 1)
 
-    key_end = context_len if PREFIX_ONLY else seq_len
+    key_end = context_len - own_before if PREFIX_ONLY else seq_len
     if raw_key_ptr is not None:
         num_slots = num_splits + 1
         if split == num_splits:
@@ -714,9 +713,11 @@ def attend(
     max_seq_len: int,
     raw: RawPart | None = None,
     config: Config | None = None,
+    own_before: int = 0,
 ) -> None:
     """Attend queries to packed pages; with `raw`, only to keys before the queries' own, and merge that part.
 
+    own_before: keys before the first query that `raw` covers too, where the queries are not the first of their chunk.
     Launches one kernel if one split holds all keys, else two. Split results live in one buffer of torch's allocator, which
     belongs to the graph where the call is captured; nothing waits for the device or depends on what tensors hold.
     """
@@ -780,13 +781,14 @@ def attend(
             0 if qq_bias is None else qq_bias.shape[1],
             *_raw_scalars(raw_query, options, raw),
         ),
-        (num_q_tiles, num_splits),
+        (num_q_tiles, num_splits, own_before),
         (
             options.chunk_lookback, 2 if per_seq else int(bool(causal)), options.softcap > 0, options.alibi_sqrt,
             0 if ranges is None else ranges.shape[1], options.mm_prefix_clamp, raw is not None,
             config.split_tokens, final, shared, PREFETCH, SPLIT_Q, layout.num_kv_heads, group, layout.block_size,
             *fixed.k, rotated, *fixed.v, places.k_align, places.v_align,
-            config.block_m, config.tile, _raw_tile(raw_key, max(fixed.k[1], fixed.v[1])), config.num_stages, fixed.asm, fixed.precision, rotation.interpreting(),
+            config.block_m, config.tile, _raw_tile(raw_key, max(fixed.k[1], fixed.v[1])), config.num_stages, fixed.asm,
+            fixed.precision, rotation.interpreting(),
         ),
         num_warps=config.num_warps,
         **({"maxnreg": config.max_registers} if config.max_registers and fixed.asm else {}),

@@ -15,10 +15,13 @@ Lane l holds row l // 4 and columns 2 (l % 4) + (0, 1) of S and of O, so a query
 the lanes that need them. A word of a key row holds 8 dimensions; lane l takes the (l % 4)-th quarter of the row, and of
 value rows the (l // 4)-th eighth: any order of dimensions serves, as long as Q and O follow it.
 
+A head's part of a page is one run of bytes in both arrangements of pages, if a head's tokens follow one another; interleaved
+rows only start at multiples of 8 (keys) and 4 bytes (values), so they are read in narrower words.
+
 Weights are scaled by a running power of two above every value scale so far: fp16 then holds them for values of any size.
 
-Keys of a raw window and sinks are splits of their own, behind the packed ones in the grid: their products have the same form,
-16 tokens a step straight from memory. Their rows are rotated at the end, so that the merge takes them for any other split's.
+Keys of a raw window and sinks are splits of their own, behind the packed ones in the grid: products of the same form, 16
+tokens a step straight from memory. Their rows are rotated at the end, so that the merge takes them for any other split's.
 
 DRAM, not the cores, bounds the loop; the rest of a call is its start, blocks that end unevenly, and the merge. Handing tiles
 to whichever split is ready first evens the ends out and costs more: heads of one page then read it at different times.
@@ -50,34 +53,89 @@ def _ring_rows(warps, stages, stage_bytes):
 
 
 @gluon.constexpr_function
-def _code_row(row, rows, head_size):
-    """Byte of a token's key codes in its tile; tiles of `rows` tokens follow one another."""
+def _code_row(row, rows, head_size, rows_mixed):
+    """Byte of a token's key codes in its tile; pages of `rows` tokens follow one another."""
+    if rows_mixed:
+        return row * (head_size + 8)
     return row // rows * rows * (head_size + 8) + row % rows * (head_size // 2)
 
 
 @gluon.constexpr_function
-def _word(row, rows, head_size):
-    """Byte of a token's key scale word in its tile."""
-    return row // rows * rows * (head_size + 8) + rows * head_size + row % rows * 4
+def _value_row(row, rows, head_size, rows_mixed):
+    """Byte of a token's value codes in its tile."""
+    return _code_row(row, rows, head_size, rows_mixed) + (head_size // 2 + 4 if rows_mixed else rows * (head_size // 2))
+
+
+@gluon.constexpr_function
+def _word(row, value, rows, head_size, rows_mixed):
+    """Byte of the scale word of a token's key, or value (1), in its tile."""
+    if rows_mixed:
+        return row * (head_size + 8) + head_size // 2 + value * (head_size // 2 + 4)
+    return row // rows * rows * (head_size + 8) + rows * head_size + row % rows * 4 + value * 4 * rows
+
+
+@gluon.constexpr_function
+def _second_row(head_size, rows_mixed):
+    """The token of fragment row 8: rows 0 to 7 and 8 to 15 of a fragment are two sets of tokens, this far apart."""
+    return head_size // 32 if rows_mixed and head_size < 256 else 8
 
 
 @gluon.jit
-def _key_words(address, ROW: gl.constexpr, ROWS: gl.constexpr, D: gl.constexpr):
-    if D == 256:
-        first = ptx.load_shared(address, _code_row(ROW, ROWS, D), 4)
-        return first + ptx.load_shared(address, _code_row(ROW, ROWS, D) + 16, 4)
+def _token(g, D: gl.constexpr, MIXED: gl.constexpr):
+    """Return the token of fragment row g, such that the eight rows that a load reads lie in different banks.
+
+    Planar rows of 32, 64 or 128 bytes: no conflicts at the keys, two-way at the values. Interleaved rows are 18, 34 or 66
+    words long, and read 8 bytes at a time, sixteen lanes at once: no conflicts at the keys either.
+    """
+    if not MIXED:
+        return g ^ ((g >> 1) & 1)
+    elif D == 64:
+        return ((g & 3) << 2) | (g >> 2)
+    elif D == 128:
+        return (g & 1) | ((g & 2) << 2) | ((g & 4) >> 1)
     else:
-        return ptx.load_shared(address, _code_row(ROW, ROWS, D), D // 32)
+        return g
 
 
 @gluon.jit
-def _value_words(address, ROW: gl.constexpr, ROWS: gl.constexpr, D: gl.constexpr):
-    return ptx.load_shared(address, _code_row(ROW, ROWS, D) + ROWS * (D // 2), D // 64)
+def _key_words(address, ROW: gl.constexpr, ROWS: gl.constexpr, D: gl.constexpr, MIXED: gl.constexpr):
+    if MIXED:  # rows are at multiples of 8 bytes
+        words = ptx.load_shared(address, _code_row(ROW, ROWS, D, True), 2)
+        for i in gl.static_range(1, D // 64):
+            words = words + ptx.load_shared(address, _code_row(ROW, ROWS, D, True) + 8 * i, 2)
+        return words
+    elif D == 256:
+        first = ptx.load_shared(address, _code_row(ROW, ROWS, D, False), 4)
+        return first + ptx.load_shared(address, _code_row(ROW, ROWS, D, False) + 16, 4)
+    else:
+        return ptx.load_shared(address, _code_row(ROW, ROWS, D, False), D // 32)
 
 
 @gluon.jit
-def _scale_word(address, ROW: gl.constexpr, VALUE: gl.constexpr, ROWS: gl.constexpr, D: gl.constexpr):
-    return ptx.load_shared(address, _word(ROW, ROWS, D) + VALUE * 4 * ROWS, 1)[0]
+def _value_words(address, ROW: gl.constexpr, ROWS: gl.constexpr, D: gl.constexpr, MIXED: gl.constexpr):
+    if MIXED:  # at multiples of 4 bytes
+        words = ptx.load_shared(address, _value_row(ROW, ROWS, D, True), 1)
+        for i in gl.static_range(1, D // 64):
+            words = words + ptx.load_shared(address, _value_row(ROW, ROWS, D, True) + 4 * i, 1)
+        return words
+    else:
+        return ptx.load_shared(address, _value_row(ROW, ROWS, D, False), D // 64)
+
+
+@gluon.jit
+def _scale_word(address, ROW: gl.constexpr, VALUE: gl.constexpr, ROWS: gl.constexpr, D: gl.constexpr, MIXED: gl.constexpr):
+    return ptx.load_shared(address, _word(ROW, VALUE, ROWS, D, MIXED), 1)[0]
+
+
+@gluon.jit
+def _scale_and_bias(word, ZERO: gl.constexpr):
+    """Return the float32 (scale, bias) of a scale word: two bfloat16, or (ZERO) a float32 and a zero point."""
+    if ZERO:
+        scale = _as_float(word & -16)
+        # The bits of 2^23 + zero point.
+        return scale, scale * (8388608.0 - _as_float((word & 15) | 0x4B000000))
+    else:
+        return _as_float(word & -65536), _as_float(word << 16)
 
 
 @gluon.constexpr_function
@@ -107,8 +165,9 @@ def _as_bits(x):
 
 @gluon.jit
 def _start_tile(
-    table, stage, barrier, kv, tile, seq_len, block_stride, lane, T: gl.constexpr, BLOCK: gl.constexpr, D: gl.constexpr
-):
+    table, stage, barrier, kv, tile, seq_len, block_stride, lane,
+    T: gl.constexpr, BLOCK: gl.constexpr, D: gl.constexpr, MIXED: gl.constexpr,
+):  # fmt: skip
     """Announce a tile's bytes to a barrier and start its copies. table: this lane's page of the tile."""
     ROWS: gl.constexpr = min(BLOCK, T)
     PAGES: gl.constexpr = T // ROWS
@@ -123,6 +182,13 @@ def _start_tile(
             barrier,
             (lane < pages).to(gl.int32),
         )
+    elif MIXED:
+        source = lane * 0 + (tile * T) % BLOCK * (D + 8)
+        ptx.barrier_expect(barrier, lane * 0 + CHUNK, (lane == 0).to(gl.int32))
+        ptx.bulk_copy(
+            stage + lane * 0, kv + table.to(gl.int64) * block_stride + source, lane * 0 + CHUNK, barrier,
+            (lane == 0).to(gl.int32),
+        )  # fmt: skip
     else:
         row = (tile * T) % BLOCK
         ptx.barrier_expect(barrier, lane * 0 + CHUNK, (lane == 0).to(gl.int32))
@@ -247,7 +313,7 @@ def _rotate_row(x, g, gain, SIGNS: gl.constexpr, D: gl.constexpr):
 
 @gluon.jit
 def _attend_raw(
-    query_words, raw_key, raw_value, row_stride, partial, partial_lse, lane, first_index, query_len, seq_len, factor,
+    query_words, raw_key, raw_value, row_stride, partial, partial_lse, lane, first_index, query_len, seq_len, factor, gain,
     window, raw_window, raw_sinks, raw_ring, part, num_parts, row_step, num_slots, slot,
     GROUP: gl.constexpr, QUERY_LEN: gl.constexpr, D: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
     HALF: gl.constexpr, SIGNS: gl.constexpr,
@@ -255,7 +321,7 @@ def _attend_raw(
     """Attend a warp's queries to its part of the raw keys; store rows and log-sum-exp as a split's.
 
     raw_key, raw_value: addresses of row 0 of this sequence and head. first_index, row_step: index of the first query's
-    first head among all rows, and from one query to the next.
+    first head among all rows, and from one query to the next. gain: turns Hadamard sums of a row into stored ones.
     """
     COLUMNS: gl.constexpr = GROUP * QUERY_LEN
     PAIR: gl.constexpr = COLUMNS <= 4
@@ -387,9 +453,7 @@ def _attend_raw(
                 else:
                     x = ptx.mma(a, low[nt], low[NT + nt], x, HALF)
                     for i in gl.static_range(4):
-                        updated = updated + (
-                            accumulator[4 * (w * NT + nt) + i] * decay[2 * nt + i % 2] + x[i],
-                        )
+                        updated = updated + (accumulator[4 * (w * NT + nt) + i] * decay[2 * nt + i % 2] + x[i],)
         accumulator = updated
 
     for n in gl.static_range(NC):
@@ -403,15 +467,13 @@ def _attend_raw(
                 x = x + (accumulator[i],)
             else:
                 x = x + (accumulator[4 * (i // 2 * NT + n // 2) + i % 2 * 2 + n % 2],)
-        y = _rotate_row(x, g, gl.where(s == 0.0, 0.0, (D**-0.5) / s), SIGNS, D)
+        y = _rotate_row(x, g, gl.where(s == 0.0, 0.0, gain / s), SIGNS, D)
         column = t if PAIR else n // 2 * 8 + 2 * t + n % 2
         valid = (column < COLUMNS) & (column // GROUP < query_len)
         index = ((first_index + column // GROUP * row_step + column % GROUP) * num_slots + slot).to(gl.int64)
         address = partial.to(gl.int64) + (index * D + g * N) * 4
         for i in gl.static_range(N // 4):
-            ptx.store_global4(
-                address, y[4 * i], y[4 * i + 1], y[4 * i + 2], y[4 * i + 3], valid.to(gl.int32), 16 * i
-            )
+            ptx.store_global4(address, y[4 * i], y[4 * i + 1], y[4 * i + 2], y[4 * i + 3], valid.to(gl.int32), 16 * i)
         gl.store(partial_lse + index, top[n] - _HEADROOM + gl.log2(s), mask=valid & (g == 0))
 
 
@@ -419,12 +481,16 @@ def _attend_raw(
 def decode_kernel(
     query, kv_cache, block_table, seq_lens, query_start_loc, partial, partial_lse, raw_key, raw_value,
     query_token_stride, query_head_stride, block_stride, head_stride, table_stride,
-    raw_seq_stride, raw_row_stride, raw_head_stride, factor, window, raw_window, raw_sinks, raw_ring,
+    raw_seq_stride, raw_row_stride, raw_head_stride, factor, raw_gain, window, raw_window, raw_sinks, raw_ring,
     num_kv_heads, num_splits, num_raw, GROUP: gl.constexpr, QUERY_LEN: gl.constexpr,
     D: gl.constexpr, BLOCK: gl.constexpr, T: gl.constexpr, STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, RAW: gl.constexpr, HALF: gl.constexpr, SIGNS: gl.constexpr,
-    PDL: gl.constexpr,
+    MIXED: gl.constexpr, ZERO: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, RAW: gl.constexpr,
+    HALF: gl.constexpr, SIGNS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
+    """Attend one split of a sequence for one KV head a warp; store normalised rows and their log2-sum-exp.
+
+    MIXED: pages are interleaved, else planar; ZERO: see `_scale_and_bias`.
+    """
     WARPS: gl.constexpr = gl.num_warps()
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     COLUMNS: gl.constexpr = GROUP * QUERY_LEN
@@ -494,7 +560,7 @@ def decode_kernel(
             _attend_raw(
                 query_words, raw_key.to(gl.int64) + offset * 2, raw_value.to(gl.int64) + offset * 2, raw_row_stride,
                 partial, partial_lse, lane, query_start * (num_kv_heads * GROUP) + head * GROUP, query_len, seq_len,
-                factor * (D**0.5), window, raw_window, raw_sinks, raw_ring, split - num_splits, num_raw,
+                factor * raw_gain * D, raw_gain, window, raw_window, raw_sinks, raw_ring, split - num_splits, num_raw,
                 num_kv_heads * GROUP, num_slots, split, GROUP, QUERY_LEN, D, CAUSAL, WINDOW, HALF, SIGNS,
             )  # fmt: skip
             return
@@ -527,7 +593,7 @@ def decode_kernel(
     for s in gl.static_range(STAGES):
         if s < count:
             _start_tile(
-                pages[s], base + s * STAGE, barriers + 8 * s, kv, begin + s, seq_len, block_stride, lane, T, BLOCK, D
+                pages[s], base + s * STAGE, barriers + 8 * s, kv, begin + s, seq_len, block_stride, lane, T, BLOCK, D, MIXED
             )
     next_pages = _tile_pages(table, begin + STAGES, seq_len, lane, T, BLOCK)
 
@@ -554,13 +620,14 @@ def decode_kernel(
     # The largest value scale so far, as the bits of a power of two.
     reference = gl.full([32 * WARPS], 27 << 23, gl.int32, LANES)
 
-    # Row r of a 16-row fragment is token r ^ ((r >> 1) & 1) of its 16: no bank conflicts at the keys, two-way at the values.
-    token = g ^ ((g >> 1) & 1)
-    even, odd = (2 * t) ^ (t & 1), (2 * t + 1) ^ (t & 1)
-    k_lane = token * (D // 2) + t * (D // 8)
-    v_even = even * (D // 2) + g * (D // 16)
-    v_odd = odd * (D // 2) + g * (D // 16)
-    w_lane = token * 4
+    SECOND: gl.constexpr = _second_row(D, MIXED)
+    PITCH: gl.constexpr = D + 8 if MIXED else D // 2
+    token = _token(g, D, MIXED)
+    even, odd = _token(2 * t, D, MIXED), _token(2 * t + 1, D, MIXED)
+    k_lane = token * PITCH + t * (D // 8)
+    v_even = even * PITCH + g * (D // 16)
+    v_odd = odd * PITCH + g * (D // 16)
+    w_lane = token * (PITCH if MIXED else 4)
 
     stage = 0
     phase = 0
@@ -575,10 +642,14 @@ def decode_kernel(
         v_scale = ()
         v_bias = ()
         for i in gl.static_range(NG):
-            upper = _key_words(k_here, 16 * i, ROWS, D)
-            lower = _key_words(k_here, 16 * i + 8, ROWS, D)
-            words = (_scale_word(w_here, 16 * i, 0, ROWS, D), _scale_word(w_here, 16 * i + 8, 0, ROWS, D))
-            v_words = (_scale_word(w_here, 16 * i, 1, ROWS, D), _scale_word(w_here, 16 * i + 8, 1, ROWS, D))
+            upper = _key_words(k_here, 16 * i, ROWS, D, MIXED)
+            lower = _key_words(k_here, 16 * i + SECOND, ROWS, D, MIXED)
+            words = (
+                _scale_word(w_here, 16 * i, 0, ROWS, D, MIXED), _scale_word(w_here, 16 * i + SECOND, 0, ROWS, D, MIXED),
+            )  # fmt: skip
+            v_words = (
+                _scale_word(w_here, 16 * i, 1, ROWS, D, MIXED), _scale_word(w_here, 16 * i + SECOND, 1, ROWS, D, MIXED),
+            )  # fmt: skip
             # At head size 256 few warps are resident and a product waits for the one before it: two chains, added.
             c = ((zero, zero, zero, zero),) * NT
             other = c
@@ -605,21 +676,22 @@ def decode_kernel(
                     )
                 c = d
             for r in gl.static_range(2):
-                k_scale, k_bias = _as_float(words[r] & -65536), _as_float(words[r] << 16)
+                k_scale, k_bias = _scale_and_bias(words[r], ZERO)
                 if PAIR:
                     score = score + ((c[0][2 * r] + c[0][2 * r + 1]) * (k_scale * score_scale[0]) + query_sum[0] * k_bias,)
                 else:
                     for n in gl.static_range(NC):
                         score = score + (c[n // 2][2 * r + n % 2] * (k_scale * score_scale[n]) + query_sum[n] * k_bias,)
-                v_scale = v_scale + (_as_float(v_words[r] & -65536),)
-                v_bias = v_bias + (_as_float(v_words[r] << 16),)
+                scale, bias = _scale_and_bias(v_words[r], ZERO)
+                v_scale = v_scale + (scale,)
+                v_bias = v_bias + (bias,)
 
         if (tile < full_begin) | (tile >= full_end):
             new_score = ()
             new_scale = ()
             new_bias = ()
             for i in gl.static_range(2 * NG):
-                position = tile * T + 8 * i + token
+                position = tile * T + i // 2 * 16 + i % 2 * SECOND + token
                 inside = (position < seq_len) & (position >= first_visible)
                 poison = v_scale[i] * 0.0 + v_bias[i] * 0.0
                 finite = inside & (poison == 0.0)
@@ -682,8 +754,9 @@ def decode_kernel(
         # What rounding takes from a weight, times the middle of the codes: the rest of its error is of random sign.
         middle = _as_float(reference) * 7.5
         for i in gl.static_range(NG):
-            v0, v1 = _value_words(ve_here, 16 * i, ROWS, D), _value_words(vo_here, 16 * i, ROWS, D)
-            v2, v3 = _value_words(ve_here, 16 * i + 8, ROWS, D), _value_words(vo_here, 16 * i + 8, ROWS, D)
+            v0, v1 = _value_words(ve_here, 16 * i, ROWS, D, MIXED), _value_words(vo_here, 16 * i, ROWS, D, MIXED)
+            v2 = _value_words(ve_here, 16 * i + SECOND, ROWS, D, MIXED)
+            v3 = _value_words(vo_here, 16 * i + SECOND, ROWS, D, MIXED)
             p_fragments = ()
             for r in gl.static_range(2):
                 scale = v_scale[2 * i + r] * inverse
@@ -736,7 +809,7 @@ def decode_kernel(
 
         ptx.warp_sync(lane)
         if j + STAGES < count:
-            _start_tile(next_pages, here, barrier, kv, tile + STAGES, seq_len, block_stride, lane, T, BLOCK, D)
+            _start_tile(next_pages, here, barrier, kv, tile + STAGES, seq_len, block_stride, lane, T, BLOCK, D, MIXED)
             next_pages = _tile_pages(table, tile + STAGES + 1, seq_len, lane, T, BLOCK)
         stage += 1
         if stage == STAGES:

@@ -17,6 +17,7 @@ from nibblekv.rotation import rotation_signs
 
 __all__ = ["Plan", "decode", "plan", "supports"]
 
+FORMATS_SERVED = ("int4", "int4_per_token_head")
 HEAD_SIZES = (64, 128, 256)
 ALIGNMENT = 16
 LOG2_E = 1.4426950408889634
@@ -63,8 +64,8 @@ def supports(
     """Return None if `decode` serves such a call, else the reason why not. Reads metadata only."""
     if device.type != "cuda" or _capability(device) != (9, 0):
         return f"needs a GPU of compute capability 9.0, got {device}"
-    if layout.page != "planar" or layout.k_format.name != "int4" or layout.v_format.name != "int4":
-        return f"needs planar int4 pages, got {layout.k_format.name}/{layout.v_format.name} {layout.page}"
+    if layout.k_format.name not in FORMATS_SERVED or layout.v_format.name != layout.k_format.name:
+        return f"needs keys and values in one of {FORMATS_SERVED}, got {layout.k_format.name} and {layout.v_format.name}"
     if layout.head_size not in HEAD_SIZES or layout.head_size_v != layout.head_size:
         return f"needs equal head sizes of {HEAD_SIZES}, got {layout.head_size} and {layout.head_size_v}"
     if layout.block_size & (layout.block_size - 1):
@@ -74,6 +75,8 @@ def supports(
     columns = num_query_heads // layout.num_kv_heads * max_query_len
     if columns > max_columns(layout.head_size):
         return f"serves {max_columns(layout.head_size)} queries of a KV head at head size {layout.head_size}, got {columns}"
+    if kv_cache.dim() == 4 and kv_cache.stride(2) != layout.slot_bytes:
+        return f"needs the rows of a head to follow one another, got strides {kv_cache.stride()}"
     if kv_cache.data_ptr() % ALIGNMENT or kv_cache.stride(0) % ALIGNMENT or kv_cache.stride(1) % ALIGNMENT:
         return f"needs tiles at multiples of {ALIGNMENT} bytes, got strides {kv_cache.stride()}"
     raw_key, raw_value = options.raw_key, options.raw_value
@@ -103,10 +106,16 @@ def shared_bytes(warps: int, tile: int, stages: int, head_size: int) -> int:
     return -(-stages * (warps * tile * (head_size + 2 * SCALE_WORD_BYTES) + 8) // row) * row
 
 
+def rotation_gain(layout: KVCacheLayout) -> float:
+    """Return what q.k and the output must be multiplied with, the kernels' Hadamard sums being unnormalised.
+
+    `full` stores orthonormal rows, `block` (of these head sizes one block) unnormalised ones.
+    """
+    return 1.0 / (layout.head_size if layout.k_format.rotation == "block" else math.sqrt(layout.head_size))
+
+
 @functools.lru_cache(maxsize=4096)
-def plan(
-    num_seqs: int, num_kv_heads: int, max_seq_len: int, head_size: int, num_sms: int, raw_rows: int = 0
-) -> Plan:
+def plan(num_seqs: int, num_kv_heads: int, max_seq_len: int, head_size: int, num_sms: int, raw_rows: int = 0) -> Plan:
     """Choose launch parameters from what the host knows: one wave of one-warp blocks.
 
     Eight blocks a multiprocessor keep 139 KB in flight on each; more only lengthen the queues and the merge. At head size
@@ -167,6 +176,7 @@ def decode(
     buffer = torch.empty(rows * (head_size + 1), dtype=torch.float32, device=query.device)
     partial, partial_lse = buffer, buffer[rows * head_size :]
     signs = _signs(layout.k_format.rotation, head_size)
+    gain = rotation_gain(layout)
     launch(
         decode_kernel,
         (num_seqs * (num_kv_heads // parameters.warps) * slots,),
@@ -179,11 +189,15 @@ def decode(
             *((0, 0, 0) if options.raw_key is None else options.raw_key.stride()[:3]),
         ),
         (
-            options.softmax_scale * LOG2_E / math.sqrt(head_size), options.sliding_window, options.raw_window,
+            options.softmax_scale * LOG2_E * gain, 1.0 / (gain * head_size), options.sliding_window, options.raw_window,
             options.raw_sinks, options.raw_ring, num_kv_heads, parameters.splits, parameters.raw_splits,
         ),
-        (num_query_heads // num_kv_heads, max_query_len, head_size, layout.block_size, parameters.tile, parameters.stages,
-         bool(options.causal), options.sliding_window > 0, options.raw_key is not None, query.dtype == torch.float16, signs, parameters.dependent),
+        (
+            num_query_heads // num_kv_heads, max_query_len, head_size, layout.block_size, parameters.tile, parameters.stages,
+            layout.page == "interleaved", layout.k_format.word == "scale_zero", bool(options.causal),
+            options.sliding_window > 0, options.raw_key is not None, query.dtype == torch.float16, signs,
+            parameters.dependent,
+        ),
         num_warps=parameters.warps, launch_pdl=parameters.dependent,
     )  # fmt: skip
     launch(
@@ -191,7 +205,7 @@ def decode(
         (num_tokens * num_query_heads,),
         (partial, partial_lse, out, partial_lse if lse is None else lse),
         (out.stride(0), out.stride(1)),
-        (1.0 / math.sqrt(head_size), slots),
+        (gain, slots),
         (num_query_heads, head_size, signs, parameters.merge_rows, lse is not None, parameters.dependent),
         num_warps=parameters.merge_warps, launch_pdl=parameters.dependent,
     )  # fmt: skip
