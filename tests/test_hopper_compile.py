@@ -53,18 +53,20 @@ def disassemble(compiled, tmp_path):
 # The last column bounds SASS instructions per packed value in the loop, with its edge path (measured: 1.5; the memory roof
 # leaves 3.3); the one before it, registers, so that the blocks of a wave stay resident.
 @pytest.mark.parametrize(
-    ("head_size", "group", "query_len", "mixed", "registers", "per_value"),
+    ("head_size", "group", "query_len", "mixed", "raw", "registers", "per_value"),
     [
-        (128, 4, 1, False, 168, 1.65), (128, 4, 4, False, 255, 3.3), (64, 8, 1, False, 128, 2.75),
-        (256, 8, 1, False, 255, 2.2), (128, 4, 1, True, 168, 1.8), (64, 8, 1, True, 128, 2.9), (256, 8, 1, True, 255, 2.2),
+        (128, 4, 1, False, False, 168, 1.65), (128, 4, 4, False, False, 255, 3.3), (64, 8, 1, False, False, 128, 2.75),
+        (256, 8, 1, False, False, 255, 2.2), (128, 4, 1, True, False, 168, 1.8), (64, 8, 1, True, False, 128, 2.9),
+        (256, 8, 1, True, False, 255, 2.2), (128, 4, 1, False, True, 168, 1.65), (64, 8, 1, False, True, 128, 2.9),
     ],
-    ids=["d128", "d128-four-queries", "d64", "d256", "d128-interleaved", "d64-interleaved", "d256-interleaved"],
+    ids=["d128", "d128-four-queries", "d64", "d256", "d128-interleaved", "d64-interleaved", "d256-interleaved",
+         "d128-window", "d64-window"],
 )  # fmt: skip
-def test_decode_kernel_fits_and_stays_lean(head_size, group, query_len, mixed, registers, per_value, tmp_path):
+def test_decode_kernel_fits_and_stays_lean(head_size, group, query_len, mixed, raw, registers, per_value, tmp_path):
     chosen = launch.plan(32, 8, 8192, head_size, 132)
     compiled = compile_sm90(
         kernels.decode_kernel, chosen.warps, GROUP=group, QUERY_LEN=query_len, D=head_size, BLOCK=16, T=chosen.tile,
-        STAGES=chosen.stages, MIXED=mixed, ZERO=mixed, CAUSAL=True, WINDOW=False,
+        STAGES=chosen.stages, MIXED=mixed, ZERO=mixed, CAUSAL=True, WINDOW=False, RAW=raw,
         HALF=False, SIGNS=launch._signs("full", head_size), PDL=True,
     )  # fmt: skip
     used, stack, sass = disassemble(compiled, tmp_path)
@@ -113,6 +115,17 @@ def test_plan_is_one_wave_and_splits_no_tile(num_seqs, num_kv_heads, max_seq_len
     assert 1 <= chosen.splits <= -(-max_seq_len // chosen.tile)
     blocks = num_seqs * num_kv_heads // chosen.warps * chosen.splits
     assert chosen.splits == 1 or blocks <= 132 * 8
+    assert chosen.raw_splits == 0
+    windowed = launch.plan(num_seqs, num_kv_heads, max_seq_len, 128, 132, 36)
+    assert windowed.splits == chosen.splits
+    assert 1 <= windowed.raw_splits <= 3
+    assert windowed.raw_splits == 1 or num_seqs * num_kv_heads * windowed.raw_splits <= 132 * launch.RAW_BLOCKS
+
+
+def _rows(dtype, start=0):
+    """Return the options of a raw window, from this element of a store on."""
+    store = torch.zeros(2 * 40 * 2 * 128 + start, dtype=dtype)[start:].view(2, 40, 2, 128)
+    return {"raw_key": store, "raw_value": store, "raw_window": 32, "raw_sinks": 4}
 
 
 @pytest.mark.parametrize(
@@ -131,6 +144,9 @@ def test_plan_is_one_wave_and_splits_no_tile(num_seqs, num_kv_heads, max_seq_len
         ({}, {"alibi_slopes": torch.ones(8)}, torch.bfloat16, 8, "alibi_slopes"),
         ({}, {"causal": False, "sliding_window": 64}, torch.bfloat16, 8, "window"),
         ({}, {"causal": True, "sliding_window": 64}, torch.bfloat16, 8, None),
+        ({}, {**_rows(torch.bfloat16), "sliding_window": 64}, torch.bfloat16, 8, None),
+        ({}, _rows(torch.float16), torch.bfloat16, 8, "dtype, torch.bfloat16"),
+        ({}, _rows(torch.bfloat16, start=1), torch.bfloat16, 8, "16 bytes"),
     ],
 )
 def test_supports_names_the_reason(layout, options, dtype, heads, word, monkeypatch):
