@@ -18,7 +18,8 @@ def test_rows_hold_the_figures_of_a_pool_bound_load(tiny_model, monkeypatch: pyt
     assert "error" not in row, row
     assert row["cache_tokens"] == (1 << 20) // (3 * 2 * (64 + 8) * 128) * 128
     assert row["requests"] == row["cache_tokens"] // 148
-    assert all(row[name] > 0 for name in ("prefill_tok_s", "decode_tok_s", "total_tok_s", "ttft_ms"))
+    assert all(row[name] > 0 for name in ("total_tok_s", "output_tok_s", "ttft_ms", "start_s", "process_s"))
+    assert row["attention"].endswith("NibbleKVCPUImpl")
 
 
 def test_an_engine_that_fails_leaves_its_last_words(tiny_model, monkeypatch: pytest.MonkeyPatch):

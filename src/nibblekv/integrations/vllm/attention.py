@@ -42,14 +42,18 @@ class PrefillSplit:
     """Where the prefill requests of a batch begin. vLLM puts requests with few new tokens first.
 
     num_decodes, num_decode_tokens: requests and tokens before the first prefill.
+    num_tokens: all tokens of the batch, without padding.
     query_start_loc: [num_prefills + 1] int32, counted from the first prefill token.
     max_decode_len: longest query of the first part.
+    host_lengths: of the prefills, see `AttentionOptions`; None where the host knows upper bounds only.
     """
 
     num_decodes: int
     num_decode_tokens: int
+    num_tokens: int
     query_start_loc: torch.Tensor
     max_decode_len: int
+    host_lengths: tuple[list[int], list[int]] | None
 
 
 def current_settings() -> Settings:
@@ -133,11 +137,21 @@ def split_prefills(common: Any, threshold: int) -> PrefillSplit | None:
         return None
     num_decodes = int(prefills.int().argmax())
     num_decode_tokens = int(starts[num_decodes])
+    lengths = common.seq_lens_cpu_upper_bound
+    # vLLM knows the lengths of prompts; of a request whose drafts it has not verified yet, a bound.
+    known = lengths is not None and common.is_prefilling is not None
+    if known and bool(common.is_prefilling[num_decodes : common.num_reqs].all()):
+        host_starts = (starts[num_decodes:] - num_decode_tokens).tolist()
+        host_lengths = (host_starts, lengths[num_decodes : common.num_reqs].tolist())
+    else:
+        host_lengths = None
     return PrefillSplit(
         num_decodes,
         num_decode_tokens,
+        int(starts[-1]),
         common.query_start_loc[num_decodes : common.num_reqs + 1] - num_decode_tokens,
         int(query_lens[:num_decodes].max()) if num_decodes else 0,
+        host_lengths,
     )
 
 
@@ -263,7 +277,9 @@ class QuantizedAttention:
                 **_slice_options(options, 0, num_decodes),
             )
         if split is not None and key is not None and value is not None:
+            num_tokens = split.num_tokens
             end = num_decodes + split.query_start_loc.shape[0] - 1
+            options["host_lengths"] = split.host_lengths
             paged_attention(
                 query[boundary:num_tokens],
                 cache,

@@ -6,10 +6,12 @@ verification and everything inside a captured CUDA graph read stored pages only.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
 from vllm.logger import init_logger
+from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionBackend,
@@ -21,6 +23,11 @@ from nibblekv.formats import HEAD_SIZE_MULTIPLE, MAX_HEAD_SIZE, MIN_HEAD_SIZE
 from nibblekv.integrations.vllm import attention
 from nibblekv.integrations.vllm.attention import QuantizedAttention
 
+if current_platform.is_cuda():
+    # Prefills take vLLM's FlashAttention once it is imported, which vLLM does for its own backend only.
+    with contextlib.suppress(ImportError):
+        import vllm.vllm_flash_attn.flash_attn_interface  # noqa: F401
+
 logger = init_logger("vllm.nibblekv")
 
 # New tokens of a request up to which it counts as decoding, draft tokens included. Below about this many, reading packed
@@ -31,7 +38,12 @@ DECODE_LEN = 16
 class NibbleKVTritonMetadataBuilder(TritonAttentionMetadataBuilder):
     """vLLM's metadata, and where the prefills of the batch begin."""
 
-    _cudagraph_support = AttentionCGSupport.ALWAYS
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """Return which batches a graph may serve: a launch is sized by the longest query, so one length for all requests."""
+        if attention.is_our_spec(kv_cache_spec):
+            return AttentionCGSupport.UNIFORM_BATCH
+        return super().get_cudagraph_support(vllm_config, kv_cache_spec)
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
