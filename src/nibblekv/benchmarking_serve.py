@@ -124,7 +124,7 @@ def bench_serve(
     largest = requests or MOST_REQUESTS
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        common = {
+        common: dict[str, Any] = {
             "model": model or str(folder / "llama8b"),
             "max_model_len": context + new_tokens + 16,
             "gpu_memory_utilization": 0.85,
@@ -175,7 +175,7 @@ def bench_quality(
     names = (reference, *(name for name in contenders if name != reference))
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        common = {
+        common: dict[str, Any] = {
             "model": model,
             "dtype": "bfloat16",
             "max_model_len": max(lengths) + 16,

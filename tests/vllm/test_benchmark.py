@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from conftest import ENVIRONMENT
 
-from nibblekv.benchmarking_serve import bench_serve
+from nibblekv.benchmarking_serve import bench_quality, bench_serve
 
 SMALL = {"kv_cache_memory_bytes": 1 << 20, "gpu_memory_utilization": 0.3, "enforce_eager": True}
 
@@ -26,3 +27,22 @@ def test_an_engine_that_fails_leaves_its_last_words(tiny_model, monkeypatch: pyt
     monkeypatch.setenv("NIBBLEKV_FORMAT", "int3")
     (row,) = bench_serve(tiny_model, context=8, new_tokens=2, contenders=("int4, nibblekv",), engine=SMALL)
     assert "NIBBLEKV_FORMAT: expected one of int4" in row["error"]
+
+
+def test_the_divergence_of_what_is_served(tiny_model, monkeypatch: pytest.MonkeyPatch):
+    """Catches requests that do not follow the text, and a divergence between rows of different requests (then near 1)."""
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    windows = torch.randint(10, 500, (3, 96), generator=torch.Generator().manual_seed(2)).tolist()
+    engine = SMALL | {"dtype": "float32", "kv_cache_memory_bytes": 8 << 20}
+    seen: list[int] = []
+    rows = bench_quality(
+        tiny_model, windows, contenders=("int8, nibblekv",), engine=engine, done=lambda rows: seen.append(len(rows))
+    )
+    assert seen == [1, 2]
+    reference, ours = rows
+    assert reference["tokens"] == ours["tokens"] == 3 * 71
+    assert reference["attention"].endswith("CPUAttentionBackendImpl")
+    assert ours["attention"].endswith("NibbleKVCPUImpl")
+    assert 0 < ours["kl_mean"] < 0.01
+    assert abs(ours["perplexity"] / reference["perplexity"] - 1) < 0.05
