@@ -86,7 +86,6 @@ def make_step(**fields: Any) -> Step:
         "seq_lens": torch.tensor(SEQ_LENS, dtype=torch.int32),
         "block_table": table,
         "causal": True,
-        "mm_prefix_ranges": None,
         "mm_prefix_range_tensor": None,
         "rswa_prefix_lens": None,
         "rswa_window": None,
@@ -186,7 +185,7 @@ def test_batch_options_are_cut_where_the_prefills_begin(kind):
     output, expected = run_step(make_impl(kind), make_step(causal=causal), LAYER)
     assert error(output, expected(AttentionOptions(HEAD_SIZE**-0.5, causal=causal))) < 1e-3
     ranges = torch.tensor([[[0, 0]], [[60, 63]], [[10, 30]], [[3, 9]]], dtype=torch.int32)
-    step = make_step(mm_prefix_ranges=ranges, mm_prefix_range_tensor=ranges)
+    step = make_step(mm_prefix_range_tensor=ranges)
     layer = SimpleNamespace(head_size_v=HEAD_SIZE, mm_prefix_clamp_sliding_window=True)
     output, expected = run_step(make_impl(kind, sliding_window=12), step, layer)
     options = AttentionOptions(HEAD_SIZE**-0.5, sliding_window=12, mm_prefix_ranges=ranges, mm_prefix_clamp=True)
