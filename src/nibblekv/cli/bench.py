@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated
 
 import typer
@@ -17,6 +16,7 @@ from nibblekv.cli.common import (
     ModelOption,
     format_bytes,
     parse_dtype,
+    parse_object,
     print_table,
     progress_bar,
     split_list,
@@ -138,7 +138,7 @@ def serve(
             requests=requests or None,
             context=context,
             new_tokens=new_tokens,
-            engine=json.loads(engine),
+            engine=parse_object("engine", engine),
             progress=progress,
         )
     print_table("vLLM", [row for row in rows if "error" not in row], SERVE_COLUMNS)
