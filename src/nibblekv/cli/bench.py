@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,6 +18,7 @@ from nibblekv.cli.common import (
     ModelOption,
     format_bytes,
     parse_dtype,
+    parse_object,
     print_table,
     progress_bar,
     split_list,
@@ -191,7 +191,7 @@ def serve(
     names = tuple(name.strip() for name in contenders.split(";")) if contenders else None
     with progress_bar() as progress:
         common: dict[str, Any] = {
-            "engine": json.loads(engine), "progress": progress, "done": lambda rows: write_json(json_file, rows)
+            "engine": parse_object("engine", engine), "progress": progress, "done": lambda rows: write_json(json_file, rows)
         }  # fmt: skip
         if quality and folder is not None:
             _, tokenizer = load_model(folder)

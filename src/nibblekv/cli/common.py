@@ -80,6 +80,17 @@ def parse_dtype(name: str) -> torch.dtype | str:
     return DTYPES.get(name, name)
 
 
+def parse_object(name: str, text: str) -> dict[str, Any]:
+    """Read a JSON object from an option of that name."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise ValueError(f"{name}: expected a JSON object, got {text!r}")
+    return value
+
+
 @contextlib.contextmanager
 def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
     """Yield progress(stage, done, total), shown on stderr while the block runs; bytes are shown as MB."""
