@@ -110,3 +110,29 @@ def test_a_layer_takes_four_launches_at_most(page):
     write = functools.partial(nibblekv.reshape_and_cache, key, value, call.keywords["kv_cache"], slots, layout)
     write()
     assert 2 <= count_kernels(call) + count_kernels(write) <= 4
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_repeated_call_reads_and_writes_the_tensors_that_it_is_given(page):
+    """Eager calls after the first repeat its launches on new addresses."""
+    layout = KVCacheLayout.create(**PAGES[page], num_kv_heads=8, head_size=128)
+    expected = []
+    for step in range(3):
+        call = make_call(layout, 4, 1, 3000 - step)
+        arguments = call.keywords | {
+            "query": call.keywords["query"] * (step + 1),
+            "out": torch.empty_like(call.keywords["out"]),
+        }
+        arguments["kv_cache"] = arguments["kv_cache"].clone()
+        row = torch.randn(2, 4, 8, 128, dtype=torch.bfloat16, device=DEVICE)
+        slots = torch.arange(4, device=DEVICE) + 64 * step
+        kept = arguments["kv_cache"].clone()
+        nibblekv.reshape_and_cache(row[0], row[1], arguments["kv_cache"], slots, layout)
+        nibblekv.reshape_and_cache(row[0], row[1], kept, slots, layout, backend="reference")
+        assert float((kept != arguments["kv_cache"]).float().mean()) < 1e-3
+        exact = nibblekv.paged_attention(**{k: v for k, v in arguments.items() if k != "out"}, backend="reference")
+        out = nibblekv.paged_attention(**arguments)
+        assert out is arguments["out"]
+        assert float((out.float() - exact.float()).norm() / exact.float().norm()) < 6e-3  # both rounded to bfloat16
+        expected.append((out, out.clone()))
+    assert all(torch.equal(out, copy) for out, copy in expected)

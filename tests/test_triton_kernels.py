@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from interpreter import take_numpy_2_4
 
 from nibblekv import AttentionOptions, KVCacheLayout
 from nibblekv.backends import reference
@@ -30,18 +31,8 @@ NAN = float("nan")
 
 @pytest.fixture(autouse=True)
 def _interpreter_takes_numpy_2_4(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton 3.6's interpreter converts one-element arrays by int(), which numpy 2.4 refuses."""
-    if ON_GPU:
-        return
-    from triton.runtime import interpreter
-
-    patch_tensor = interpreter._patch_lang_tensor
-
-    def patch(tensor: Any, scope: Any) -> None:
-        patch_tensor(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)
+    if not ON_GPU:
+        take_numpy_2_4(monkeypatch.setattr)
 
 
 @dataclasses.dataclass

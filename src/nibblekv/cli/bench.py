@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from nibblekv import benchmarking, benchmarking_cuda
-from nibblekv.benchmarking_serve import bench_serve
+from nibblekv.benchmarking_serve import CONTENDERS, QUALITY_CONTENDERS, bench_quality, bench_serve
 from nibblekv.cli.common import (
     FORMATS_HELP,
     HELP_SETTINGS,
@@ -19,6 +19,7 @@ from nibblekv.cli.common import (
     ModelOption,
     format_bytes,
     parse_dtype,
+    parse_object,
     print_table,
     progress_bar,
     split_list,
@@ -79,7 +80,19 @@ SERVE_COLUMNS: Columns = {
     "prefill_tok_s": ("prefill tok/s", "{:,.0f}".format),
     "decode_tok_s": ("decode tok/s", "{:,.0f}".format),
     "total_tok_s": ("total tok/s", "{:,.0f}".format),
+    "output_tok_s": ("new tok/s", "{:,.0f}".format),
     "ttft_ms": ("first token ms", "{:,.0f}".format),
+    "attention": ("attention", lambda path: str(path).rpartition(".")[2]),
+}
+QUALITY_COLUMNS: Columns = {
+    "contender": ("cache", str),
+    "tokens": ("tokens", "{:,}".format),
+    "perplexity": ("perplexity", "{:.3f}".format),
+    "kl_mean": ("KL mean", "{:.5f}".format),
+    "kl_median": ("KL median", "{:.5f}".format),
+    "kl_p99": ("KL p99", "{:.4f}".format),
+    "top1": ("same top token", "{:.2%}".format),
+    "attention": ("attention", lambda path: str(path).rpartition(".")[2]),
 }
 
 
@@ -161,22 +174,40 @@ def serve(
     requests: Annotated[int, typer.Option(help="Prompts served together; 0: as many as each pool holds.")] = 32,
     context: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 8000,
     new_tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 128,
+    quality: Annotated[
+        bool, typer.Option("--quality", help="Compare what is served with the 16-bit cache instead.")
+    ] = False,
+    windows: Annotated[int, typer.Option(help="Windows of 1,024 tokens of text, with --quality.")] = 9,
+    contenders: Annotated[str, typer.Option(help="Some of the caches that the table names, separated by ';'.")] = "",
     engine: Annotated[str, typer.Option(help="Further arguments of vllm.LLM, as JSON.")] = "{}",
     json_file: JsonOption = None,
 ) -> None:
-    """Serve the same load with vLLM's 16-bit cache, its int4 cache and ours, one engine after the other."""
+    """Serve the same load with vLLM's 16-bit cache, its int4 cache and ours, one engine after the other.
+
+    With --quality: decode text and print how far each cache's predictions are from those of the 16-bit cache.
+    """
     folder = str(fetch_demo_model(model)) if model in DEMO_MODELS else model
+    if quality and folder is None:
+        raise ValueError("--model: expected a model with weights for --quality, got none")
+    names = tuple(name.strip() for name in contenders.split(";")) if contenders else None
     with progress_bar() as progress:
-        rows = bench_serve(
-            folder,
-            requests=requests or None,
-            context=context,
-            new_tokens=new_tokens,
-            engine=json.loads(engine),
-            progress=progress,
-        )
-    print_table("vLLM", [row for row in rows if "error" not in row], SERVE_COLUMNS)
+        common: dict[str, Any] = {
+            "engine": parse_object("engine", engine), "progress": progress, "done": lambda rows: write_json(json_file, rows)
+        }  # fmt: skip
+        if quality and folder is not None:
+            _, tokenizer = load_model(folder)
+            tokens = text_windows(tokenizer, [load_text(name) for name in TEXTS], windows).tolist()
+            rows = bench_quality(folder, tokens, contenders=names or tuple(QUALITY_CONTENDERS), **common)
+        else:
+            rows = bench_serve(
+                folder,
+                requests=requests or None,
+                context=context,
+                new_tokens=new_tokens,
+                contenders=names or tuple(CONTENDERS),
+                **common,
+            )
+    print_table("vLLM", [row for row in rows if "error" not in row], QUALITY_COLUMNS if quality else SERVE_COLUMNS)
     for row in rows:
         if "error" in row:
             typer.echo(f"{row['contender']} failed: {row['error']}", err=True)
-    write_json(json_file, rows)

@@ -345,6 +345,7 @@ static void softmax_row(Context& c, int64_t r, int64_t first, int64_t n, const B
     top = max16(top, x);
   }
   const float highest = reduce_max16(top);
+  broken |= highest == INFINITY;  // of a raw key: inf - inf is not a number, and exp2_16 would not say so
   if (broken || highest == -INFINITY) {
     state.nan |= broken;
     memset(s, 0, padded * sizeof(float));

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 import torch
 
 from nibblekv.backends.triton.hopper.kernels import combine_kernel, decode_kernel
-from nibblekv.backends.triton.launch import launch
+from nibblekv.backends.triton.launch import launch, scratch
 from nibblekv.formats import SCALE_WORD_BYTES
 from nibblekv.layout import KVCacheLayout
 from nibblekv.options import AttentionOptions
@@ -173,7 +173,7 @@ def decode(
         parameters = plan(num_seqs, num_kv_heads, reach, head_size, _num_sms(query.device), raw_rows)
     slots = parameters.splits + parameters.raw_splits
     rows = num_tokens * num_query_heads * slots
-    buffer = torch.empty(rows * (head_size + 1), dtype=torch.float32, device=query.device)
+    buffer = scratch(rows * (head_size + 1), query.device)
     partial, partial_lse = buffer, buffer[rows * head_size :]
     signs = _signs(layout.k_format.rotation, head_size)
     gain = rotation_gain(layout)
