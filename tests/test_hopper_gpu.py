@@ -207,7 +207,8 @@ def test_paged_cache_keeps_a_window_without_waiting():
                 finally:
                     torch.cuda.set_sync_debug_mode("default")
             outs.append(out.cpu().double())
-        assert float((outs[0] - outs[1]).norm() / outs[1].norm()) < 2e-3
+        # Codes of a write may differ by one here and there; without the window it would be 4e-2.
+        assert float((outs[0] - outs[1]).norm() / outs[1].norm()) < 1e-2
 
 
 @pytest.mark.parametrize("raw", [False, True], ids=["packed", "window"])

@@ -14,6 +14,7 @@ import dataclasses
 import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -379,6 +380,10 @@ class PagedKVCache:
                 out, None, None, None, step.max_query_len, step.max_seq_len,
             )  # fmt: skip
             return out
+        lengths: dict[str, Any] = {}
+        if reads_own and not query.is_cpu and "host_lengths" not in options:
+            starts = [0, *accumulate(step.num_tokens)]
+            lengths["host_lengths"] = starts, [self._sequences[seq_id].length for seq_id in step.seq_ids]
         result = ops.paged_attention(
             query,
             kv_cache,
@@ -392,6 +397,7 @@ class PagedKVCache:
             max_seq_len=step.max_seq_len,
             backend=self.backend,
             **raw,
+            **lengths,
             **options,
         )
         if query.shape[0] and not {"out", "return_lse", "output_scale"} & options.keys():

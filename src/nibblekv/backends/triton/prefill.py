@@ -312,7 +312,7 @@ def attend(
                     out[tokens], own_lse, LONG_QUERY, max(lengths[first:last]), its,
                 )  # fmt: skip
         else:
-            if options.raw_key is not None:
+            if options.raw_key is not None and lengths[first] > tokens.stop - tokens.start:
                 _attend_window(
                     query[tokens], kv_cache, block_table[first:last], seq_lens[first:last], its_starts, layout, its_options,
                     its, lengths[first],
