@@ -170,6 +170,20 @@ class Instructions:
         parts = (word & 0x000F000F, word & 0x00F000F0, h & 0x000F000F, h & 0x00F000F0)
         return tuple(lanes(part.astype(np.uint32).view(np.int32)) for part in parts)
 
+    def _spread(self, low, high, floats):
+        """Two bytes of every lane as fp16: codes + 128 in subnormals, or e4m3 times 2^-8, all finite."""
+        codes = np.stack([low, high], 1).astype(np.uint16)
+        halves = (codes & 0x80) << 8 | (codes & 0x7F) << 7 if floats else codes ^ 0x80
+        return lanes(np.ascontiguousarray(halves.astype(np.uint16)).view(np.int32)[:, 0].copy())
+
+    def unpack_bytes(self, word, floats):
+        parts = np.ascontiguousarray(word).view(np.ndarray).view(np.uint8).reshape(32, 4)
+        return tuple(self._spread(parts[:, i], parts[:, i + 1], floats) for i in (0, 2))
+
+    def pair_bytes(self, a, b, floats):
+        a, b = (np.ascontiguousarray(x).view(np.ndarray).view(np.uint8).reshape(32, 4) for x in (a, b))
+        return tuple(self._spread(a[:, i], b[:, i], floats) for i in range(4))
+
     def pair_halves(self, a, b):
         a, b = (x.view(np.ndarray).view(np.uint32) for x in (a, b))
         pairs = ((a & 0xFFFF) | (b << np.uint32(16)), (a >> np.uint32(16)) | (b & np.uint32(0xFFFF0000)))

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from nibblekv.backends.triton.codec import format_constants
 from nibblekv.layout import KVCacheLayout
 from nibblekv.options import AttentionOptions
 
@@ -52,25 +53,29 @@ def disassemble(compiled, tmp_path):
 # The last column bounds SASS instructions per packed value in the loop, with its edge path (measured: 1.5; the memory roof
 # leaves 3.3); the one before it, registers, so that the blocks of a wave stay resident.
 @pytest.mark.parametrize(
-    ("head_size", "group", "query_len", "mixed", "registers", "per_value"),
+    ("name", "head_size", "group", "query_len", "registers", "per_value"),
     [
-        (128, 4, 1, False, 168, 1.65), (128, 4, 4, False, 255, 3.3), (64, 8, 1, False, 128, 2.75),
-        (256, 8, 1, False, 255, 2.2), (128, 4, 1, True, 168, 1.8), (64, 8, 1, True, 128, 2.9), (256, 8, 1, True, 255, 2.2),
+        ("int4", 128, 4, 1, 168, 1.65), ("int4", 128, 4, 4, 255, 3.3), ("int4", 64, 8, 1, 128, 2.75),
+        ("int4", 256, 8, 1, 255, 2.2), ("int4_per_token_head", 128, 4, 1, 168, 1.8),
+        ("int4_per_token_head", 256, 8, 1, 255, 2.2), ("int8_per_token_head", 128, 4, 1, 168, 2.4),
+        ("fp8_per_token_head", 128, 4, 1, 168, 3.2),
     ],
-    ids=["d128", "d128-four-queries", "d64", "d256", "d128-interleaved", "d64-interleaved", "d256-interleaved"],
 )  # fmt: skip
-def test_decode_kernel_fits_and_stays_lean(head_size, group, query_len, mixed, registers, per_value, tmp_path):
-    chosen = launch.plan(32, 8, 8192, head_size, 132)
+def test_decode_kernel_fits_and_stays_lean(name, head_size, group, query_len, registers, per_value, tmp_path):
+    layout = KVCacheLayout.create(name, num_kv_heads=8, head_size=head_size)
+    codes = format_constants(layout.k_format)
+    chosen = launch.plan(32, 8, 8192, head_size, 132, layout.slot_bytes)
     compiled = compile_sm90(
         kernels.decode_kernel, chosen.warps, GROUP=group, QUERY_LEN=query_len, D=head_size, BLOCK=16, T=chosen.tile,
-        STAGES=chosen.stages, MIXED=mixed, ZERO=mixed, CAUSAL=True, WINDOW=False,
-        HALF=False, SIGNS=launch._signs("full", head_size), PDL=True,
+        STAGES=chosen.stages, MIXED=layout.page == "interleaved", K_CODE=codes[0], K_WORD=codes[1], V_CODE=codes[0],
+        V_WORD=codes[1], CAUSAL=True, WINDOW=False, HALF=False, SIGNS=launch._signs(layout.k_format.rotation, head_size),
+        PDL=True,
     )  # fmt: skip
     used, stack, sass = disassemble(compiled, tmp_path)
     assert stack == 0, "spills to local memory"
     assert used <= registers
     # The ring is the kernel's only shared memory: its address is taken by name.
-    assert compiled.metadata.shared == launch.shared_bytes(chosen.warps, chosen.tile, chosen.stages, head_size)
+    assert compiled.metadata.shared == launch.shared_bytes(chosen.warps, chosen.tile, chosen.stages, layout.slot_bytes)
     lines = [line for line in sass.splitlines() if re.search(r"/\*[0-9a-f]{4,5}\*/", line)]
     first = next(i for i, line in enumerate(lines) if "PHASECHK" in line)
     last = max(i for i, line in enumerate(lines) if "UBLKCP" in line)
@@ -120,8 +125,7 @@ def test_plan_is_one_wave_and_splits_no_tile(num_seqs, num_kv_heads, max_seq_len
         ({"page": "interleaved"}, {}, torch.bfloat16, 8, None),
         ({"format": "int4_per_token_head"}, {}, torch.bfloat16, 8, None),
         ({"format": "int4_per_token_head", "block_order": "NHD"}, {}, torch.bfloat16, 8, "follow one another"),
-        ({"format": "int8_per_token_head"}, {}, torch.bfloat16, 8, "int8_per_token_head"),
-        ({"v_format": "int4_per_token_head"}, {}, torch.bfloat16, 8, "int4_per_token_head"),
+        ({"format": "int8_per_token_head", "v_format": "int4"}, {}, torch.bfloat16, 8, None),
         ({"head_size": 96}, {}, torch.bfloat16, 8, "head sizes"),
         ({"block_size": 48}, {}, torch.bfloat16, 8, "block_size"),
         ({}, {}, torch.float32, 8, "float16"),

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import nibblekv
+from nibblekv.formats import FORMATS
 from nibblekv.layout import KVCacheLayout
 from nibblekv.ops import gather_and_dequantize
 
@@ -16,6 +17,8 @@ kernels = pytest.importorskip("nibblekv.backends.triton.hopper.kernels")
 launch = pytest.importorskip("nibblekv.backends.triton.hopper.launch")
 
 from hopper_emulation import emulate  # noqa: E402
+
+from nibblekv.backends.triton.codec import format_constants  # noqa: E402
 
 T, STAGES = 64, 2
 
@@ -40,18 +43,18 @@ def attend(layout, lens, group, query_len, splits, dtype=torch.float16, window=0
     seq_lens, starts = torch.tensor(lens, dtype=torch.int32), torch.arange(len(lens) + 1, dtype=torch.int32) * query_len
     partial = torch.full((tokens, num_heads, splits, head_size), math.nan)
     partial_lse = torch.full((tokens, num_heads, splits), math.nan)
-    kind = layout.k_format.rotation
-    gain = launch.rotation_gain(layout)
+    k_kind, v_kind = layout.k_format.rotation, layout.v_format.rotation
     emulate(
         kernels.decode_kernel, kernels, len(lens) * heads * splits, query, kv_cache, table, seq_lens, starts, partial,
         partial_lse, query.stride(0), query.stride(1), kv_cache.stride(0), kv_cache.stride(1), table.stride(0),
-        head_size**-0.5 * launch.LOG2_E * gain, window, heads, splits, group, query_len, head_size, block, T, STAGES,
-        layout.page == "interleaved", layout.k_format.word == "scale_zero", causal, window > 0, dtype == torch.float16,
-        launch._signs(kind, head_size), False,
+        head_size**-0.5 * launch.LOG2_E * launch.rotation_gain(k_kind, head_size), window, heads, splits, group, query_len,
+        head_size, block, T, STAGES, layout.page == "interleaved",
+        *format_constants(layout.k_format), *format_constants(layout.v_format), causal, window > 0,
+        dtype == torch.float16, launch._signs(k_kind, head_size), False,
     )  # fmt: skip
     weight = torch.softmax(partial_lse.double() * math.log(2), -1)
     merged = (weight[..., None] * partial.double().masked_fill(partial_lse[..., None] == -math.inf, 0)).sum(2)
-    out = nibblekv.rotation.unrotate(merged.float(), kind).double()
+    out = nibblekv.rotation.unrotate(merged.float(), v_kind).double()
     expected = []
     for seq, seq_len in enumerate(lens):
         key, value = (x.double() for x in gather_and_dequantize(kv_cache, table[seq], seq_len, layout))
@@ -66,17 +69,30 @@ def attend(layout, lens, group, query_len, splits, dtype=torch.float16, window=0
     return out, torch.cat(expected)
 
 
-@pytest.mark.parametrize("page", ["planar", "interleaved"])
-@pytest.mark.parametrize("name", ["int4", "int4_per_token_head"])
-@pytest.mark.parametrize(
-    ("head_size", "block", "lens", "group", "query_len", "splits"),
-    [(128, 16, (1, 149), 4, 1, 2), (128, 128, (70, 147), 3, 4, 1), (64, 32, (65, 90), 8, 1, 2), (256, 16, (3, 77), 8, 1, 1)],
-    ids=["d128", "d128-four-queries", "d64", "d256"],
-)
-def test_decode_equals_exact_attention(page, name, head_size, block, lens, group, query_len, splits):
+SHAPES = {
+    "d128": (128, 16, (1, 149), 4, 1, 2),
+    "four-queries": (128, 128, (70, 147), 3, 4, 1),
+    "d64": (64, 32, (65, 90), 8, 1, 2),
+    "d256": (256, 16, (3, 77), 8, 1, 1),
+}
+FORMAT_PAIRS = [*FORMATS, "int8_per_token_head/int4", "int4_per_token_head/fp8_per_token_head"]
+CASES = [("d128", name, page) for name in FORMAT_PAIRS for page in ("planar", "interleaved")]
+CASES += [
+    (shape, name, page)
+    for shape in ("four-queries", "d64", "d256")
+    for name, page in (("int4", "planar"), ("int4_per_token_head", "interleaved"), ("int8_per_token_head", "interleaved"))
+]
+
+
+@pytest.mark.parametrize(("shape", "name", "page"), CASES)
+def test_decode_equals_exact_attention(shape, name, page):
     """Catches a lane that reads another token's or dimension's code, in either page, and a scale word misread."""
+    head_size, block, lens, group, query_len, splits = SHAPES[shape]
     lens = tuple(max(n, query_len) for n in lens)
-    layout = KVCacheLayout.create(name, num_kv_heads=2, head_size=head_size, block_size=block, page=page)
+    k_format, _, v_format = name.partition("/")
+    layout = KVCacheLayout.create(
+        k_format, v_format=v_format or None, num_kv_heads=2, head_size=head_size, block_size=block, page=page
+    )
     out, expected = attend(layout, lens, group, query_len, splits)
     for seq in range(len(lens)):  # their values differ by 10^6
         rows = slice(seq * query_len, (seq + 1) * query_len)

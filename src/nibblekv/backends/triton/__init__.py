@@ -1,7 +1,7 @@
 """The GPU backend: portable Triton kernels for NVIDIA (compute capability 8.0 and newer) and AMD.
 
-Beside them, behind the same functions, `hopper/` writes `int4` rows and decodes 4-bit pages, planar and interleaved, on
-compute capability 9.0; a call that it does not serve (its `supports` says why) takes the portable kernels.
+Beside them, behind the same functions, `hopper/` writes `int4` rows and decodes pages of every format, for plain options,
+on compute capability 9.0; a call that it does not serve (its `supports` says why) takes the portable kernels.
 """
 
 from __future__ import annotations
