@@ -214,7 +214,10 @@ def test_bench_serve_prints_figures_and_failures(tmp_path, monkeypatch):
         "ttft_ms": 8.0,
     }
     rows = [{"contender": "int4, nibblekv", **figures}, {"contender": "int4, vLLM", "error": "no GPU"}]
-    monkeypatch.setattr("nibblekv.cli.bench.bench_serve", lambda model, **options: seen.update(options, model=model) or rows)
+    monkeypatch.setattr(
+        "nibblekv.cli.bench.bench_serve",
+        lambda model, **options: seen.update(options, model=model) or options["done"](rows) or rows,
+    )
     output = invoke(
         "bench", "serve", "-m", "folder", "--requests", "0", "--engine", '{"seed": 1}', "--json", str(path)
     ).output
