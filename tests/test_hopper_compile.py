@@ -17,6 +17,7 @@ triton = pytest.importorskip("triton")
 gluon_runtime = pytest.importorskip("triton.experimental.gluon._runtime")
 kernels = pytest.importorskip("nibblekv.backends.triton.hopper.kernels")
 launch = pytest.importorskip("nibblekv.backends.triton.hopper.launch")
+rotating = pytest.importorskip("nibblekv.backends.triton.hopper.rotation")
 writing = pytest.importorskip("nibblekv.backends.triton.hopper.write")
 
 TYPES = {
@@ -26,6 +27,7 @@ TYPES = {
     **dict.fromkeys(("factor", "gain"), "fp32"),
     **dict.fromkeys(("block_stride", "head_stride"), "i64"),
     "kv_cache": "*u8",
+    "x": "*bf16",
     **{"key": "*fp16", "value": "*fp16", "cache": "*i32", "slots": "*i64"},
 }
 
@@ -109,6 +111,20 @@ def test_write_kernel_fits_and_stays_lean(head_size, registers, per_value, tmp_p
     assert instructions * 32 <= per_value * 2 * steps * 8 * head_size  # keys and values are two copies of the code
 
 
+@pytest.mark.parametrize("head_size", [128, 256, 512])
+def test_rotate_kernel_fits_and_uses_wide_accesses(head_size, tmp_path):
+    compiled = compile_sm90(
+        rotating.rotate_kernel, rotating.NUM_WARPS, D=head_size, HALF=False, SIGNS=launch._signs("full", head_size),
+        INVERSE=False,
+    )  # fmt: skip
+    used, stack, sass = disassemble(compiled, tmp_path)
+    assert stack == 0, "spills to local memory"
+    assert used <= 255
+    assert len(re.findall(r"LDG\.E\.128", sass)) == len(re.findall(r"STG\.E\.128", sass)) == head_size // 32
+    # A row of 16 bits moves 4 bytes a value: at 14 instructions a value, issue takes three quarters of the roof.
+    assert len(re.findall(r"/\*[0-9a-f]{4,5}\*/", sass)) * 32 <= 14 * 8 * head_size
+
+
 @pytest.mark.parametrize("max_seq_len", [1, 1024, 131072])
 @pytest.mark.parametrize(("num_seqs", "num_kv_heads"), [(1, 8), (32, 8), (3, 5), (500, 8)])
 def test_plan_is_one_wave_and_splits_no_tile(num_seqs, num_kv_heads, max_seq_len):
@@ -117,6 +133,14 @@ def test_plan_is_one_wave_and_splits_no_tile(num_seqs, num_kv_heads, max_seq_len
     assert 1 <= chosen.splits <= -(-max_seq_len // chosen.tile)
     blocks = num_seqs * num_kv_heads // chosen.warps * chosen.splits
     assert chosen.splits == 1 or blocks <= 132 * 8
+
+
+def test_a_long_sequence_among_short_ones_gets_more_splits():
+    """One of 131,072 tokens among 31 of 1,024: with even splits four warps a head would read it alone."""
+    backend = pytest.importorskip("nibblekv.backends.triton")
+    skew = backend._skew([131072] + [1024] * 31)
+    assert launch.plan(32, 8, 131072, 128, 132, None, skew).splits >= 8 * launch.plan(32, 8, 131072, 128, 132).splits // 2
+    assert backend._skew([8192] * 32) == backend._skew([1]) == backend._skew([0, 0]) == 1
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The Hopper decode kernel, emulated lane by lane on the CPU, against float64 attention over its own pages."""
+"""The Hopper kernels, emulated lane by lane on the CPU: decode against float64, write and rotation against torch."""
 
 from __future__ import annotations
 
@@ -15,10 +15,14 @@ from nibblekv.ops import gather_and_dequantize
 pytest.importorskip("triton.experimental.gluon._runtime")
 kernels = pytest.importorskip("nibblekv.backends.triton.hopper.kernels")
 launch = pytest.importorskip("nibblekv.backends.triton.hopper.launch")
+writing = pytest.importorskip("nibblekv.backends.triton.hopper.write")
+rotating = pytest.importorskip("nibblekv.backends.triton.hopper.rotation")
 
 from hopper_emulation import emulate  # noqa: E402
 
 from nibblekv.backends.triton.codec import format_constants  # noqa: E402
+from nibblekv.backends.triton.geometry import geometry  # noqa: E402
+from nibblekv.rotation import rotate, unrotate  # noqa: E402
 
 T, STAGES = 64, 2
 
@@ -45,7 +49,7 @@ def attend(layout, lens, group, query_len, splits, dtype=torch.float16, window=0
     partial_lse = torch.full((tokens, num_heads, splits), math.nan)
     k_kind, v_kind = layout.k_format.rotation, layout.v_format.rotation
     emulate(
-        kernels.decode_kernel, kernels, len(lens) * heads * splits, query, kv_cache, table, seq_lens, starts, partial,
+        kernels.decode_kernel, (kernels,), len(lens) * heads * splits, query, kv_cache, table, seq_lens, starts, partial,
         partial_lse, query.stride(0), query.stride(1), kv_cache.stride(0), kv_cache.stride(1), table.stride(0),
         head_size**-0.5 * launch.LOG2_E * launch.rotation_gain(k_kind, head_size), window, heads, splits, group, query_len,
         head_size, block, T, STAGES, layout.page == "interleaved",
@@ -54,7 +58,7 @@ def attend(layout, lens, group, query_len, splits, dtype=torch.float16, window=0
     )  # fmt: skip
     weight = torch.softmax(partial_lse.double() * math.log(2), -1)
     merged = (weight[..., None] * partial.double().masked_fill(partial_lse[..., None] == -math.inf, 0)).sum(2)
-    out = nibblekv.rotation.unrotate(merged.float(), v_kind).double()
+    out = unrotate(merged.float(), v_kind).double()
     expected = []
     for seq, seq_len in enumerate(lens):
         key, value = (x.double() for x in gather_and_dequantize(kv_cache, table[seq], seq_len, layout))
@@ -113,3 +117,45 @@ def test_a_nan_row_reaches_exactly_the_queries_that_see_it(page):
     out, _ = attend(layout, (90,), 4, 4, 1, spoil=88)
     assert torch.isfinite(out[:2]).all()
     assert torch.isnan(out[2:]).all()
+
+
+@pytest.mark.parametrize("page", ["planar", "interleaved"])
+@pytest.mark.parametrize(("head_size", "dtype"), [(128, torch.float16), (256, torch.bfloat16)], ids=["d128", "d256"])
+def test_write_equals_reference(head_size, dtype, page):
+    """All bytes but those that float32 sums round to the other side; bad rows and skipped slots too."""
+    torch.manual_seed(2)
+    layout = KVCacheLayout.create("int4", num_kv_heads=2, head_size=head_size, page=page)
+    key, value = torch.randn(19, 4, head_size).to(dtype).chunk(2, 1)
+    key[1], key[2, 1], key[3, 0, 5], value[4, 1, 7] = 0, 3, math.nan, math.inf
+    value[6] *= 300
+    slots = torch.randperm(48)[:19]
+    slots[9] = -1
+    kv_cache = torch.full(layout.shape(3), 0x55, dtype=torch.uint8)
+    expected = kv_cache.clone()
+    nibblekv.reshape_and_cache(key, value, expected, slots, layout, backend="reference")
+    places = geometry(layout, kv_cache)
+    for of_value in (0, 1):
+        emulate(
+            writing.write_kernel, (kernels, writing), 3 * 2, key, value, kv_cache.view(torch.int32), slots,
+            key.stride(0), key.stride(1), value.stride(0), value.stride(1),
+            *places.k_rows, *places.k_words, *places.v_rows, *places.v_words, head_size**-0.5, 19, 48,
+            2, 16, head_size, 1, dtype == torch.float16, launch._signs("full", head_size), axis1=of_value,
+        )  # fmt: skip
+    assert float((kv_cache != expected).float().mean()) <= 1e-3
+
+
+@pytest.mark.parametrize("inverse", [False, True], ids=["forward", "inverse"])
+@pytest.mark.parametrize(("head_size", "kind", "dtype"), [(128, "block", torch.float16), (512, "full", torch.bfloat16)])
+def test_rotation_equals_torch(head_size, kind, dtype, inverse):
+    torch.manual_seed(5)
+    x = torch.randn(13, 2 * head_size).to(dtype)[:, :head_size]
+    out = torch.full((14, head_size), math.nan, dtype=dtype)
+    gain = launch.rotation_gain(kind, head_size) if inverse or kind == "full" else 1.0
+    signs = launch._signs(kind, head_size)
+    emulate(
+        rotating.rotate_kernel, (kernels, writing, rotating), 2, x, out, x.stride(0), out.stride(0), gain, 13,
+        head_size, dtype == torch.float16, signs, inverse,
+    )  # fmt: skip
+    expected = (unrotate if inverse else rotate)(x.float(), kind)
+    assert torch.isnan(out[13]).all()
+    assert float((out[:13].float() - expected).norm() / expected.norm()) < (4e-4 if dtype == torch.float16 else 3e-3)

@@ -101,8 +101,9 @@ def rotation_gain(kind: RotationKind, head_size: int) -> float:
 
 @functools.lru_cache(maxsize=4096)
 def plan(
-    num_seqs: int, num_kv_heads: int, max_seq_len: int, head_size: int, num_sms: int, slot_bytes: int | None = None
-) -> Plan:
+    num_seqs: int, num_kv_heads: int, max_seq_len: int, head_size: int, num_sms: int, slot_bytes: int | None = None,
+    skew: int = 1,
+) -> Plan:  # fmt: skip
     """Choose launch parameters from what the host knows: one wave of one-warp blocks.
 
     Eight blocks a multiprocessor keep 139 KB in flight on each; more only lengthen the queues and the merge. At head size
@@ -110,11 +111,12 @@ def plan(
 
     Args:
         slot_bytes: of a token of one head; default: of 4-bit codes.
+        skew: how many times as many splits, where one sequence is much longer than the mean.
     """
     widest = max(head_size, 128) + 2 * SCALE_WORD_BYTES
     warps, tile, stages = 1, 64 if slot_bytes is None or slot_bytes <= widest else 32, 2
     blocks = num_sms * (3 if head_size == 256 else 8) // warps
-    splits = max(1, min(blocks // (num_seqs * (num_kv_heads // warps)), -(-max_seq_len // tile)))
+    splits = max(1, min(skew * blocks // (num_seqs * (num_kv_heads // warps)), -(-max_seq_len // tile)))
     if splits > 8 and splits * tile < max_seq_len // 4:
         # Few long sequences: half as many splits, each with a third tile in flight, leave less to merge.
         stages, splits = 3, splits // 2
@@ -142,6 +144,7 @@ def decode(
     max_query_len: int,
     max_seq_len: int,
     parameters: Plan | None = None,
+    skew: int = 1,
 ) -> None:
     """Attend over packed pages into `out` (and `lse`), in two launches; nothing waits for the device.
 
@@ -150,7 +153,7 @@ def decode(
     Args: those of `nibblekv.paged_attention`, for a call that `supports` accepts. query is read 16 bytes at a time where it
         is aligned so, else copied first. out may have any float dtype. The call allocates its split buffer only:
         4 * (head_size + 1) bytes per query row, head and split.
-        parameters: overrides `plan`.
+        parameters: overrides `plan`; skew: see there.
     """
     num_tokens, num_query_heads, head_size = query.shape
     num_kv_heads, num_seqs = layout.num_kv_heads, seq_lens.shape[0]
@@ -158,7 +161,7 @@ def decode(
         query = query.contiguous().clone()
     if parameters is None:
         reach = min(max_seq_len, options.sliding_window + max_query_len) if options.sliding_window else max_seq_len
-        parameters = plan(num_seqs, num_kv_heads, reach, head_size, _num_sms(query.device), layout.slot_bytes)
+        parameters = plan(num_seqs, num_kv_heads, reach, head_size, _num_sms(query.device), layout.slot_bytes, skew)
     splits, rows = parameters.splits, num_tokens * num_query_heads * parameters.splits
     buffer = scratch(rows * (head_size + 1), query.device)
     partial, partial_lse = buffer, buffer[rows * head_size :]

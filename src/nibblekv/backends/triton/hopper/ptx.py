@@ -178,6 +178,17 @@ def pack_half2(low, high):
     )
 
 
+@gluon.constexpr_function
+def _pack2_asm(half):
+    return f"cvt.rn.{'f16x2' if half else 'bf16x2'}.f32 $0, $2, $1;"
+
+
+@gluon.jit
+def pack2(low, high, HALF: gl.constexpr):
+    """Round two float32 to fp16 (HALF) or bf16 and pack them."""
+    return gl.inline_asm_elementwise(_pack2_asm(HALF), "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1)
+
+
 @gluon.jit
 def transpose8(pair):
     """Transpose the warp's 8 x 8 matrix of 16-bit values: lane 4 r + c holds row r, columns 2 c and 2 c + 1."""
