@@ -162,6 +162,38 @@ def test_error_over_own_pages(head_size, block_size, call, name, page):
     assert float((lse - expected_lse).abs().max()) <= 1e-2
 
 
+@pytest.mark.parametrize("name", ["int8_per_token_head", "fp8_per_token_head", "int8_per_token_head/int4"])
+@pytest.mark.parametrize(("head_size", "query_len"), [(64, 1), (128, 1), (128, 4), (256, 1)])
+def test_eight_bit_pages(name, head_size, query_len):
+    k_format, _, v_format = name.partition("/")
+    layout = KVCacheLayout.create(k_format, v_format=v_format or None, num_kv_heads=2, head_size=head_size)
+    lens = (query_len, 63, 1001, 9000)
+    torch.manual_seed(4)
+    blocks = -(-max(lens) // layout.block_size)
+    kv_cache = torch.full(layout.shape(len(lens) * blocks), 0xFF, dtype=torch.uint8, device=DEVICE)
+    table = torch.randperm(len(lens) * blocks, device=DEVICE).int().view(len(lens), blocks)
+    for seq, seq_len in enumerate(lens):
+        position = torch.arange(seq_len, device=DEVICE)
+        slots = table[seq].long()[position // layout.block_size] * layout.block_size + position % layout.block_size
+        rows = torch.randn(2, seq_len, 2, head_size, dtype=torch.float16, device=DEVICE)
+        nibblekv.reshape_and_cache(rows[0], rows[1], kv_cache, slots, layout)
+    query = torch.randn(len(lens) * query_len, 8, head_size, device=DEVICE).half()
+    out = torch.full(query.shape, math.nan, device=DEVICE)
+    hopper.decode(
+        query, kv_cache, table, torch.tensor(lens, device=DEVICE).int(),
+        torch.arange(len(lens) + 1, device=DEVICE).int() * query_len, layout, AttentionOptions(head_size**-0.5), out, None,
+        query_len, max(lens),
+    )  # fmt: skip
+    for seq, seq_len in enumerate(lens):
+        key, value = (x.double() for x in nibblekv.gather_and_dequantize(kv_cache, table[seq], seq_len, layout))
+        these = slice(seq * query_len, (seq + 1) * query_len)
+        score = torch.einsum("qhgd,khd->hgqk", query[these].double().unflatten(1, (2, 4)), key) * head_size**-0.5
+        at = torch.arange(seq_len - query_len, seq_len, device=DEVICE)[:, None]
+        score = score.masked_fill(torch.arange(seq_len, device=DEVICE) > at, -math.inf)
+        expected = torch.einsum("hgqk,khd->qhgd", score.softmax(-1), value).flatten(1, 2)
+        assert float((out[these] - expected).norm() / expected.norm()) <= 1e-3
+
+
 def test_nan_row_reaches_exactly_the_queries_that_see_it():
     layout = KVCacheLayout.create("int4", num_kv_heads=1, head_size=128)
     kv_cache, block_table = make_pages(layout, (100,))

@@ -667,11 +667,12 @@ def _is_hopper(device: torch.device) -> bool:
 
 def choose_config(
     layout: KVCacheLayout, num_seqs: int, num_query_heads: int, max_query_len: int, max_seq_len: int, invariant: bool,
-    device: torch.device,
+    device: torch.device, skew: int = 1,
 ) -> Config:  # fmt: skip
     """Choose tiles and splits from what the host knows: nothing here reads a tensor.
 
-    Splits fill the device for any query length and batch. Batch-invariant calls fix every choice that rounding depends on.
+    Splits fill the device for any query length and batch, `skew` times over where lengths differ. Batch-invariant calls fix
+    every choice that rounding depends on.
     """
     group = num_query_heads // layout.num_kv_heads
     widest = max(rotation.padded(layout.head_size), rotation.padded(layout.head_size_v))
@@ -694,7 +695,7 @@ def choose_config(
     if invariant:
         return Config(block_m, tile, num_warps, stages, cdiv(max_seq_len, INVARIANT_SPLIT), INVARIANT_SPLIT)
     programs = num_seqs * layout.num_kv_heads * cdiv(group * max_query_len, block_m)
-    wanted = SPLIT_WAVES * multiprocessors(device) // programs
+    wanted = skew * SPLIT_WAVES * multiprocessors(device) // programs
     num_splits = max(1, min(wanted, cdiv(max_seq_len, tile), MAX_SPLITS))
     return Config(block_m, tile, num_warps, stages, num_splits, 0)
 
@@ -714,6 +715,7 @@ def attend(
     raw: RawPart | None = None,
     config: Config | None = None,
     own_before: int = 0,
+    skew: int = 1,
 ) -> None:
     """Attend queries to packed pages; with `raw`, only to keys before the queries' own, and merge that part.
 
@@ -728,7 +730,7 @@ def attend(
         query = query.contiguous()
     fixed, places, chosen = _prepare(
         layout, kv_cache.shape[1:], kv_cache.stride(), query.dtype, device, options.softmax_scale, num_seqs, num_query_heads,
-        max_query_len, max_seq_len, options.batch_invariant,
+        max_query_len, max_seq_len, options.batch_invariant, skew,
     )  # fmt: skip
     config = config or chosen
     num_splits = config.num_splits
@@ -890,12 +892,12 @@ class _Fixed:
 def _prepare(
     layout: KVCacheLayout, page_shape: tuple[int, ...], cache_strides: tuple[int, ...], dtype: torch.dtype,
     device: torch.device, softmax_scale: float, num_seqs: int, num_query_heads: int, max_query_len: int, max_seq_len: int,
-    invariant: bool,
+    invariant: bool, skew: int,
 ) -> tuple[_Fixed, Geometry, Config]:  # fmt: skip
     """Return all that a call's metadata decide, by one look-up: hashing a layout takes 3 us."""
     with rotation.capture_safe(device):
         fixed = _fixed_arguments(layout, dtype, device, softmax_scale)
-    config = choose_config(layout, num_seqs, num_query_heads, max_query_len, max_seq_len, invariant, device)
+    config = choose_config(layout, num_seqs, num_query_heads, max_query_len, max_seq_len, invariant, device, skew)
     return fixed, geometry_of(layout, page_shape, cache_strides), config
 
 

@@ -65,17 +65,13 @@ def _add_pairs(y, DISTANCE: gl.constexpr, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def _write_step(
-    words, masks, matrix, cache, slots, token, num_tokens, num_slots, places, head, g, gain,
-    BLOCK: gl.constexpr, D: gl.constexpr, HALF: gl.constexpr,
-):  # fmt: skip
-    """Rotate, quantize and store one step; token: the first of the two whose results this lane holds."""
+def _transform(words, masks, matrix, zero, D: gl.constexpr, HALF: gl.constexpr):
+    """Return the unnormalised rotation of 8 rows: y[(2 c + r) * 8 + j] is dimension 64 c + 8 (lane // 4) + j of row
+    2 (lane % 4) + r."""
     HALVES: gl.constexpr = D // 128
-    zero = gain * 0.0
     flipped = ()
     for i in gl.static_range(16 * HALVES):
         flipped = flipped + (words[i] ^ masks[i],)
-    # Of (half, j): the two words k = l // 4 (+ 8) of two tokens. y[(4 half + 2 word + token) * 8 + j].
     products = ()
     for half in gl.static_range(HALVES):
         for w in gl.static_range(4):
@@ -92,8 +88,44 @@ def _write_step(
             for bit in gl.static_range(3):
                 of_word = _add_pairs(of_word, 1 << bit, 8)
             y = y + of_word
-    if HALVES == 2:
-        y = _add_pairs(y, 32, 64)
+    if HALVES >= 2:
+        y = _add_pairs(y, 32, 32 * HALVES)
+    if HALVES >= 4:
+        y = _add_pairs(y, 64, 32 * HALVES)
+    return y
+
+
+@gluon.jit
+def _sign_masks(lane, SIGNS: gl.constexpr, D: gl.constexpr):
+    """Return what flips the signs of the words that `_load_step` returns."""
+    masks = ()
+    for run in gl.static_range(D // 32):
+        bits = (lane * 0 + _sign_word(SIGNS, run)) >> (8 * (lane & 3))
+        for w in gl.static_range(4):
+            masks = masks + (((bits << (30 - 2 * w)) & -2147483648) | ((bits << (15 - 2 * w)) & 0x8000),)
+    return masks
+
+
+@gluon.jit
+def _sign_matrix(lane, HALF: gl.constexpr):
+    """Return this lane's part of the 16 x 16 Hadamard matrix of signs, as an A operand."""
+    g, t = lane >> 2, lane & 3
+    common = g & t
+    odd = (common ^ (common >> 1)) & 1
+    one: gl.constexpr = 0x3C003C00 if HALF else 0x3F803F80
+    signed = (odd << 15) ^ ((odd ^ (g >> 2)) << 31) ^ one
+    return (signed, signed, signed, signed ^ -2147450880)
+
+
+@gluon.jit
+def _write_step(
+    words, masks, matrix, cache, slots, token, num_tokens, num_slots, places, head, g, gain,
+    BLOCK: gl.constexpr, D: gl.constexpr, HALF: gl.constexpr,
+):  # fmt: skip
+    """Rotate, quantize and store one step; token: the first of the two whose results this lane holds."""
+    HALVES: gl.constexpr = D // 128
+    zero = gain * 0.0
+    y = _transform(words, masks, matrix, zero, D, HALF)
     for r in gl.static_range(2):
         low = y[8 * r]
         high = y[8 * r]
@@ -145,16 +177,8 @@ def _write_rows(
     unit = gl.program_id(0) * gl.num_warps() + warp
     head = unit % HEADS
     first = unit // HEADS * (8 * STEPS)
-    masks = ()
-    for run in gl.static_range(D // 32):
-        bits = (lane * 0 + _sign_word(SIGNS, run)) >> (8 * t)
-        for w in gl.static_range(4):
-            masks = masks + (((bits << (30 - 2 * w)) & -2147483648) | ((bits << (15 - 2 * w)) & 0x8000),)
-    common = g & t
-    odd = (common ^ (common >> 1)) & 1
-    one: gl.constexpr = 0x3C003C00 if HALF else 0x3F803F80
-    signed = (odd << 15) ^ ((odd ^ (g >> 2)) << 31) ^ one
-    matrix = (signed, signed, signed, signed ^ -2147450880)
+    masks = _sign_masks(lane, SIGNS, D)
+    matrix = _sign_matrix(lane, HALF)
     gains = gl.zeros_like(thread).to(gl.float32) + gain
     start = head.to(gl.int64) * head_stride + 8 * t
     words = _load_step(x, first + g, num_tokens, token_stride, start, D)
