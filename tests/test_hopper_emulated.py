@@ -86,7 +86,9 @@ def attend(
         visible = (torch.arange(seq_len) <= at) | (not causal)
         if window:
             visible = visible & (at - torch.arange(seq_len) < window)
-        unpacked = (torch.arange(seq_len) < raw_sinks) | (at - torch.arange(seq_len) < raw_window)
+        unpacked = torch.arange(seq_len) < raw_sinks
+        if raw_window:
+            unpacked = unpacked | (at - torch.arange(seq_len) < raw_window)
         raw_key, raw_value = (x[:seq_len].double() for x in raw_rows[:, seq])
         score = torch.where(unpacked, torch.einsum("qhgd,khd->hgqk", q, raw_key) * head_size**-0.5, score)
         weight = score.masked_fill(~visible, -math.inf).softmax(-1)
