@@ -77,10 +77,13 @@ class Language:
     BlockedLayout = SwizzledSharedLayout = SliceLayout = staticmethod(lambda *arguments: None)
 
     def __init__(self):
-        self.pid = self.axis1 = 0
+        self.pid = self.axis1 = self.programs = 0
 
     def program_id(self, axis):
         return lanes(self.pid if axis == 0 else self.axis1, np.int32)
+
+    def num_programs(self, axis):
+        return lanes(self.programs, np.int32)
 
     def arange(self, first, last, layout):
         return lanes(np.arange(first, last), np.int32)
@@ -203,6 +206,13 @@ class Instructions:
         rounded = (words + 0x7FFF + (words >> 16 & 1)) >> 16  # no NaN is rotated here
         return lanes(np.ascontiguousarray(rounded.astype(np.uint16)).view(np.int32)[:, 0].copy())
 
+    def add_nothing2(self, word, zeros, half):
+        parts = [held + 0 * part for part, held in zip(self.unpack2(word, half), self.unpack2(zeros, half), strict=True)]
+        return lanes(np.where(np.isnan(parts).any(0), 0x7FFF7FFF, 0), np.int32)
+
+    def warp_or_bits(self, x):
+        return lanes(np.full(32, np.bitwise_or.reduce(np.broadcast_to(x, 32))), np.int32)
+
     def divide(self, x, y):
         return (x / y).astype(np.float32)
 
@@ -245,7 +255,7 @@ def emulate(kernel, modules, programs, *arguments, axis1=0):
     """
     language, instructions = Language(), _Unpacked()
     scope = {"gl": language, "ptx": instructions, "_block_barrier": lambda: None}
-    language.axis1 = axis1
+    language.axis1, language.programs = axis1, programs
     for name, value in [item for module in modules for item in vars(module).items()]:
         if name in ("gl", "ptx", "_block_barrier"):
             continue

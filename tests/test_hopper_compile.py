@@ -25,7 +25,8 @@ TYPES = {
     **dict.fromkeys(("partial", "partial_lse", "lse"), "*fp32"),
     **dict.fromkeys(("block_table", "seq_lens", "query_start_loc"), "*i32"),
     **dict.fromkeys(("factor", "gain"), "fp32"),
-    **dict.fromkeys(("block_stride", "head_stride"), "i64"),
+    **dict.fromkeys(("raw_key", "raw_value"), "*bf16"),
+    **dict.fromkeys(("block_stride", "head_stride", "raw_seq_stride"), "i64"),
     "kv_cache": "*u8",
     "x": "*bf16",
     **{"key": "*fp16", "value": "*fp16", "cache": "*i32", "slots": "*i64"},
@@ -55,23 +56,23 @@ def disassemble(compiled, tmp_path):
 # The last column bounds SASS instructions per packed value in the loop, with its edge path (measured: 1.5; the memory roof
 # leaves 3.3); the one before it, registers, so that the blocks of a wave stay resident.
 @pytest.mark.parametrize(
-    ("name", "head_size", "group", "query_len", "registers", "per_value"),
+    ("name", "head_size", "group", "query_len", "raw", "registers", "per_value"),
     [
-        ("int4", 128, 4, 1, 168, 1.65), ("int4", 128, 4, 4, 255, 3.3), ("int4", 64, 8, 1, 128, 2.75),
-        ("int4", 256, 8, 1, 255, 2.2), ("int4_per_token_head", 128, 4, 1, 168, 1.8),
-        ("int4_per_token_head", 256, 8, 1, 255, 2.2), ("int8_per_token_head", 128, 4, 1, 168, 2.4),
-        ("fp8_per_token_head", 128, 4, 1, 168, 3.2),
+        ("int4", 128, 4, 1, False, 168, 1.65), ("int4", 128, 4, 4, False, 255, 3.3), ("int4", 64, 8, 1, False, 128, 2.75),
+        ("int4", 256, 8, 1, False, 255, 2.2), ("int4_per_token_head", 128, 4, 1, False, 168, 1.8),
+        ("int4_per_token_head", 256, 8, 1, False, 255, 2.2), ("int8_per_token_head", 128, 4, 1, False, 168, 2.4),
+        ("fp8_per_token_head", 128, 4, 1, False, 168, 3.2), ("int4", 128, 4, 1, True, 168, 1.65),
+        ("int4", 64, 8, 1, True, 128, 2.9),
     ],
 )  # fmt: skip
-def test_decode_kernel_fits_and_stays_lean(name, head_size, group, query_len, registers, per_value, tmp_path):
+def test_decode_kernel_fits_and_stays_lean(name, head_size, group, query_len, raw, registers, per_value, tmp_path):
     layout = KVCacheLayout.create(name, num_kv_heads=8, head_size=head_size)
-    codes = format_constants(layout.k_format)
+    codes, signs = format_constants(layout.k_format), launch._signs(layout.k_format.rotation, head_size)
     chosen = launch.plan(32, 8, 8192, head_size, 132, layout.slot_bytes)
     compiled = compile_sm90(
         kernels.decode_kernel, chosen.warps, GROUP=group, QUERY_LEN=query_len, D=head_size, BLOCK=16, T=chosen.tile,
         STAGES=chosen.stages, MIXED=layout.page == "interleaved", K_CODE=codes[0], K_WORD=codes[1], V_CODE=codes[0],
-        V_WORD=codes[1], CAUSAL=True, WINDOW=False, HALF=False, SIGNS=launch._signs(layout.k_format.rotation, head_size),
-        PDL=True,
+        V_WORD=codes[1], CAUSAL=True, WINDOW=False, RAW=raw, HALF=False, SIGNS=signs, V_SIGNS=signs, PDL=True,
     )  # fmt: skip
     used, stack, sass = disassemble(compiled, tmp_path)
     assert stack == 0, "spills to local memory"
@@ -137,6 +138,17 @@ def test_plan_is_one_wave_and_splits_no_tile(num_seqs, num_kv_heads, max_seq_len
     assert 1 <= chosen.splits <= -(-max_seq_len // chosen.tile)
     blocks = num_seqs * num_kv_heads // chosen.warps * chosen.splits
     assert chosen.splits == 1 or blocks <= 132 * 8
+    assert chosen.raw_splits == 0
+    windowed = launch.plan(num_seqs, num_kv_heads, max_seq_len, 128, 132, raw_rows=36)
+    assert windowed.splits == chosen.splits
+    assert 1 <= windowed.raw_splits <= 3
+    assert windowed.raw_splits == 1 or num_seqs * num_kv_heads * windowed.raw_splits <= 132 * launch.RAW_BLOCKS
+
+
+def _rows(dtype, start=0):
+    """Return the options of a raw window, from this element of a store on."""
+    store = torch.zeros(2 * 40 * 2 * 128 + start, dtype=dtype)[start:].view(2, 40, 2, 128)
+    return {"raw_key": store, "raw_value": store, "raw_window": 32, "raw_sinks": 4}
 
 
 def test_a_long_sequence_among_short_ones_gets_more_splits():
@@ -162,6 +174,9 @@ def test_a_long_sequence_among_short_ones_gets_more_splits():
         ({}, {"alibi_slopes": torch.ones(8)}, torch.bfloat16, 8, "alibi_slopes"),
         ({}, {"causal": False, "sliding_window": 64}, torch.bfloat16, 8, "window"),
         ({}, {"causal": True, "sliding_window": 64}, torch.bfloat16, 8, None),
+        ({}, {**_rows(torch.bfloat16), "sliding_window": 64}, torch.bfloat16, 8, None),
+        ({}, _rows(torch.float16), torch.bfloat16, 8, "dtype, torch.bfloat16"),
+        ({}, _rows(torch.bfloat16, start=1), torch.bfloat16, 8, "16 bytes"),
     ],
 )
 def test_supports_names_the_reason(layout, options, dtype, heads, word, monkeypatch):

@@ -27,7 +27,7 @@ from nibblekv.rotation import rotate, unrotate  # noqa: E402
 T, STAGES = 64, 2
 
 
-def attend(layout, lens, group, query_len, splits, dtype=torch.float16, window=0, causal=True, spoil=None):
+def attend(layout, lens, group, query_len, splits, dtype=torch.float16, window=0, causal=True, spoil=None, raw=None):
     """Return (out, expected): rows of the emulated kernel, merged and rotated back in float64, and exact ones."""
     torch.manual_seed(3)
     head_size, heads, block = layout.head_size, layout.num_kv_heads, layout.block_size
@@ -45,16 +45,30 @@ def attend(layout, lens, group, query_len, splits, dtype=torch.float16, window=0
     tokens, num_heads = len(lens) * query_len, heads * group
     query = (torch.randn(tokens, num_heads, head_size) * 2).to(dtype)
     seq_lens, starts = torch.tensor(lens, dtype=torch.int32), torch.arange(len(lens) + 1, dtype=torch.int32) * query_len
-    partial = torch.full((tokens, num_heads, splits, head_size), math.nan)
-    partial_lse = torch.full((tokens, num_heads, splits), math.nan)
+    raw_window, raw_sinks, raw_splits = raw or (0, 0, 0)
+    slots = splits + raw_splits
+    partial = torch.full((tokens, num_heads, slots, head_size), math.nan)
+    partial_lse = torch.full((tokens, num_heads, slots), math.nan)
+    # The store: sinks, and a ring of the newest tokens; its rows differ from the stored ones altogether.
+    ring = raw_window + query_len + 3
+    raw_rows = torch.randn(2, len(lens), max(lens), heads, head_size).to(dtype)
+    store = torch.full((2, len(lens), raw_sinks + ring, heads, head_size), math.nan, dtype=dtype)
+    for seq, seq_len in enumerate(lens):
+        for position in (*range(min(raw_sinks, seq_len)), *range(max(raw_sinks, seq_len - ring), seq_len)):
+            row = position if position < raw_sinks else raw_sinks + (position - raw_sinks) % ring
+            store[:, seq, row] = raw_rows[:, seq, position]
+    scale = head_size**-0.5 * launch.LOG2_E
     k_kind, v_kind = layout.k_format.rotation, layout.v_format.rotation
     emulate(
-        kernels.decode_kernel, (kernels,), len(lens) * heads * splits, query, kv_cache, table, seq_lens, starts, partial,
-        partial_lse, query.stride(0), query.stride(1), kv_cache.stride(0), kv_cache.stride(1), table.stride(0),
-        head_size**-0.5 * launch.LOG2_E * launch.rotation_gain(k_kind, head_size), window, heads, splits, group, query_len,
+        kernels.decode_kernel, (kernels,), len(lens) * heads * slots, query, kv_cache, table, seq_lens, starts, partial,
+        partial_lse, store[0] if raw else None, store[1] if raw else None,
+        query.stride(0), query.stride(1), kv_cache.stride(0), kv_cache.stride(1), table.stride(0), *store[0].stride()[:3],
+        scale * launch.rotation_gain(k_kind, head_size), scale,
+        1.0 / (launch.rotation_gain(v_kind, head_size) * (1 if v_kind == "none" else head_size)),
+        window, raw_window, raw_sinks, ring, heads, splits, raw_splits, group, query_len,
         head_size, block, T, STAGES, layout.page == "interleaved",
         *format_constants(layout.k_format), *format_constants(layout.v_format), causal, window > 0,
-        dtype == torch.float16, launch._signs(k_kind, head_size), False,
+        raw is not None, dtype == torch.float16, launch._signs(k_kind, head_size), launch._signs(v_kind, head_size), False,
     )  # fmt: skip
     weight = torch.softmax(partial_lse.double() * math.log(2), -1)
     merged = (weight[..., None] * partial.double().masked_fill(partial_lse[..., None] == -math.inf, 0)).sum(2)
@@ -63,13 +77,19 @@ def attend(layout, lens, group, query_len, splits, dtype=torch.float16, window=0
     for seq, seq_len in enumerate(lens):
         key, value = (x.double() for x in gather_and_dequantize(kv_cache, table[seq], seq_len, layout))
         q = query[seq * query_len : (seq + 1) * query_len].double().unflatten(1, (heads, group))
-        score = torch.einsum("qhgd,khd->hgqk", q, key) * head_size**-0.5
         at = torch.arange(seq_len - query_len, seq_len)[:, None]
         visible = (torch.arange(seq_len) <= at) | (not causal)
         if window:
             visible = visible & (at - torch.arange(seq_len) < window)
-        score = score.masked_fill(~visible, -math.inf)
-        expected.append(torch.einsum("hgqk,khd->qhgd", score.softmax(-1), value).flatten(1, 2))
+        reads_raw = (torch.arange(seq_len) < raw_sinks) | ((raw_window > 0) & (at - torch.arange(seq_len) < raw_window))
+        raw_key, raw_value = raw_rows[:, seq, :seq_len].double()
+        score = torch.where(
+            reads_raw, torch.einsum("qhgd,khd->hgqk", q, raw_key), torch.einsum("qhgd,khd->hgqk", q, key)
+        ) * head_size**-0.5  # fmt: skip
+        weight = score.masked_fill(~visible, -math.inf).softmax(-1)
+        rows = torch.einsum("hgqk,khd->qhgd", weight.masked_fill(reads_raw, 0), value)
+        rows += torch.einsum("hgqk,khd->qhgd", weight.masked_fill(~reads_raw, 0), raw_value)
+        expected.append(rows.flatten(1, 2))
     return out, torch.cat(expected)
 
 
@@ -109,6 +129,17 @@ def test_masks(page, window, causal):
     layout = KVCacheLayout.create("int4_per_token_head", num_kv_heads=1, head_size=64, page=page)
     out, expected = attend(layout, (9, 150), 2, 3, 2, torch.bfloat16, window, causal)
     assert float((out[3:] - expected[3:]).norm() / expected[3:].norm()) < 6e-4
+
+
+@pytest.mark.parametrize("name", ["int4", "int4_per_token_head", "int8_per_token_head", "int8_per_token_head/int4"])
+@pytest.mark.parametrize(("query_len", "window"), [(1, 0), (3, 41)], ids=["decode", "three-queries-window"])
+def test_raw_window_and_sinks(name, query_len, window):
+    """Catches raw rows that are rotated as another format's, or read in place of the wrong keys."""
+    k_format, _, v_format = name.partition("/")
+    layout = KVCacheLayout.create(k_format, v_format=v_format or None, num_kv_heads=1, head_size=64)
+    out, expected = attend(layout, (5, 131), 4, query_len, 2, torch.float16, window, raw=(20, 3, 2))
+    for rows in (slice(0, query_len), slice(query_len, None)):
+        assert float((out[rows] - expected[rows]).norm() / expected[rows].norm()) < 1e-3
 
 
 @pytest.mark.parametrize("page", ["planar", "interleaved"])

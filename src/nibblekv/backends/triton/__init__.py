@@ -34,9 +34,7 @@ def unavailable_reason() -> str | None:
 
 
 def supports(layout: KVCacheLayout, options: AttentionOptions | None, device: torch.device) -> str | None:
-    """Return why this backend cannot serve a call, or None: every layout, every option but raw rows, on a GPU."""
-    if options is not None and options.raw_key is not None:
-        return "its kernels do not read a raw window and sinks yet (raw_window, raw_sinks)"
+    """Return why this backend cannot serve a call, or None: every layout and every option, on a GPU."""
     if device.type == "cpu":
         return None if _interpreting() else "its kernels need a GPU, the tensors are on the CPU"
     if device.type != "cuda":
@@ -101,7 +99,7 @@ def paged_attention(
     skew = 1 if options.host_lengths is None else _skew(options.host_lengths[1])
     tensors = (
         options.causal if isinstance(options.causal, torch.Tensor) else None, options.rswa_prefix_lens, options.alibi_slopes,
-        options.sinks, options.qq_bias, options.mm_prefix_ranges, options.output_scale,
+        options.sinks, options.qq_bias, options.mm_prefix_ranges, options.output_scale, options.raw_key, options.raw_value,
     )  # fmt: skip
 
     def attend() -> None:
@@ -119,7 +117,7 @@ def paged_attention(
          out.dtype, out.stride(), max_query_len, reach, skew,
          options.softmax_scale, options.causal if tensors[0] is None else None, options.sliding_window,
          options.chunk_lookback, options.rswa_window, options.softcap, options.alibi_sqrt, options.mm_prefix_clamp,
-         options.batch_invariant,
+         options.batch_invariant, options.raw_window, options.raw_sinks,
          *[None if t is None else (t.dtype, t.shape, t.stride()) for t in tensors]),
         (query, kv_cache, block_table, seq_lens, query_start_loc, out, lse, *tensors), layout, attend,
     )  # fmt: skip

@@ -20,6 +20,9 @@ rows only start at multiples of 8 (keys) and 4 bytes (values), so they are read 
 
 Weights are scaled by a running power of two above every value scale so far: fp16 then holds them for values of any size.
 
+Keys of a raw window and sinks are splits of their own, behind the packed ones in the grid: products of the same form, 16
+tokens a step straight from memory. Their rows are rotated at the end, so that the merge takes them for any other split's.
+
 DRAM, not the cores, bounds the loop; the rest of a call is its start, blocks that end unevenly, and the merge. Handing tiles
 to whichever split is ready first evens the ends out and costs more: heads of one page then read it at different times.
 """
@@ -321,18 +324,230 @@ def _rotate_query(
     return fragments, unscale * _unit(CODE), total * unscale
 
 
-@gluon.jit(do_not_specialize=["num_kv_heads", "num_splits", "window"])
+@gluon.jit
+def _load_words(address, COUNT: gl.constexpr):
+    words = ()
+    for i in gl.static_range(COUNT // 4):
+        words = words + ptx.load_global4(address, 16 * i)
+    return words
+
+
+@gluon.jit
+def _raw_positions(j, count, sinks_end, window_first, raw_sinks, raw_ring, ring_first):
+    """Return (position, row in the store) of the j-th raw key of a sequence, of the last one where there are fewer."""
+    j = gl.minimum(j, count - 1)
+    beyond = j - sinks_end
+    row = ring_first + beyond
+    row = gl.where(row >= raw_ring, row - raw_ring, row) + raw_sinks
+    return gl.where(beyond < 0, j, window_first + beyond), gl.where(beyond < 0, j, row)
+
+
+@gluon.jit
+def _rotate_row(x, g, gain, SIGNS: gl.constexpr, D: gl.constexpr):
+    """Rotate a row of which each lane group g holds the g-th eighth (SIGNS 0: do not); return it times gain."""
+    N: gl.constexpr = D // 8
+    bits = _sign_bits(g * N, SIGNS, D) >> (g * N & 31)
+    y = ()
+    for i in gl.static_range(N):
+        y = y + (gl.where((bits >> i & 1) != 0, -x[i], x[i]) * gain,)
+    for bit in gl.static_range(5 if SIGNS else 0):
+        if (1 << bit) < N:
+            z = ()
+            for i in gl.static_range(N):
+                if i & (1 << bit) == 0:
+                    z = z + (y[i] + y[i + (1 << bit)],)
+                else:
+                    z = z + (y[i - (1 << bit)] - y[i],)
+            y = z
+    for bit in gl.static_range(3 if SIGNS else 0):
+        negative = (g & (1 << bit)) != 0
+        z = ()
+        for i in gl.static_range(N):
+            z = z + (ptx.shuffle_xor(y[i], 4 << bit) + gl.where(negative, -y[i], y[i]),)
+        y = z
+    return y
+
+
+@gluon.jit
+def _attend_raw(
+    query_words, raw_key, raw_value, row_stride, partial, partial_lse, lane, first_index, query_len, seq_len, factor, gain,
+    window, raw_window, raw_sinks, raw_ring, part, num_parts, row_step, num_slots, slot,
+    GROUP: gl.constexpr, QUERY_LEN: gl.constexpr, D: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
+    HALF: gl.constexpr, SIGNS: gl.constexpr,
+):  # fmt: skip
+    """Attend a warp's queries to its part of the raw keys; store rows and log-sum-exp as a split's.
+
+    raw_key, raw_value: addresses of row 0 of this sequence and head. first_index, row_step: index of the first query's
+    first head among all rows, and from one query to the next. gain: turns Hadamard sums of a row into stored ones.
+    """
+    COLUMNS: gl.constexpr = GROUP * QUERY_LEN
+    PAIR: gl.constexpr = COLUMNS <= 4
+    NT: gl.constexpr = 1 if PAIR else (COLUMNS + 7) // 8
+    NC: gl.constexpr = 1 if PAIR else 2 * NT
+    N: gl.constexpr = D // 8
+    g, t = lane >> 2, lane & 3
+    first_position = seq_len - query_len
+    sinks_end = gl.minimum(raw_sinks, seq_len)
+    window_first = gl.where(raw_window > 0, gl.maximum(first_position - raw_window + 1, raw_sinks), seq_len)
+    count = sinks_end + gl.maximum(seq_len - window_first, 0)
+    ring_first = (window_first - raw_sinks) % gl.maximum(raw_ring, 1)
+    steps = gl.cdiv(gl.cdiv(count, 16), num_parts)
+    end = gl.minimum((part + 1) * steps * 16, count)
+
+    zero = lane.to(gl.float32) * 0.0
+    accumulator = (zero,) * (N * NC)
+    top = (zero + _LOW,) * NC
+    total = (zero,) * NC
+    for j in range(part * steps * 16, end, 16):
+        positions = ()
+        addresses = ()
+        for r in gl.static_range(2):
+            at, row = _raw_positions(j + 8 * r + g, count, sinks_end, window_first, raw_sinks, raw_ring, ring_first)
+            positions = positions + (at,)
+            addresses = addresses + (raw_key + (row * row_stride + t * (D // 4)).to(gl.int64) * 2,)
+        upper, lower = _load_words(addresses[0], N), _load_words(addresses[1], N)
+        values = ()
+        for r in gl.static_range(4):
+            at, row = _raw_positions(
+                j + 8 * (r // 2) + 2 * t + r % 2, count, sinks_end, window_first, raw_sinks, raw_ring, ring_first
+            )
+            values = values + (_load_words(raw_value + (row * row_stride + g * N).to(gl.int64) * 2, N // 2),)
+
+        c = ((zero, zero, zero, zero),) * NT
+        for s in gl.static_range(D // 16):
+            d = ()
+            for nt in gl.static_range(NT):
+                d = d + (
+                    ptx.mma(
+                        (upper[2 * s], lower[2 * s], upper[2 * s + 1], lower[2 * s + 1]),
+                        query_words[nt * N + 2 * s],
+                        query_words[nt * N + 2 * s + 1],
+                        c[nt],
+                        HALF,
+                    ),
+                )
+            c = d
+
+        # A value row with NaN or infinity makes the scores of the queries that see it NaN, and is zeros to the others.
+        broken = lane * 0
+        for r in gl.static_range(4):
+            check = lane * 0
+            for w in gl.static_range(N // 2):
+                check = ptx.add_nothing2(values[r][w], check, HALF)
+            broken = broken | gl.where(check != 0, 1 << (8 * (r // 2) + 2 * t + r % 2), 0)
+        broken = ptx.warp_or_bits(broken)
+        whole = ()
+        for r in gl.static_range(4):
+            keep = (broken >> (8 * (r // 2) + 2 * t + r % 2) & 1) - 1
+            row_words = ()
+            for w in gl.static_range(N // 2):
+                row_words = row_words + (values[r][w] & keep,)
+            whole = whole + (row_words,)
+
+        score = ()
+        for r in gl.static_range(2):
+            position = positions[r]
+            for n in gl.static_range(NC):
+                if PAIR:
+                    column = t
+                    value = c[0][2 * r]
+                else:
+                    column = n // 2 * 8 + 2 * t + n % 2
+                    value = c[n // 2][2 * r + n % 2]
+                at = first_position + column // GROUP
+                visible = (j + 8 * r + g < count) & ((position < raw_sinks) | (at - position < raw_window))
+                if CAUSAL:
+                    visible = visible & (position <= at)
+                if WINDOW:
+                    visible = visible & (at - position < window)
+                value = gl.where((broken >> (8 * r + g) & 1) != 0, float("nan"), value * factor)
+                score = score + (gl.where(visible, value, float("-inf")),)
+
+        new_top = ()
+        decay = ()
+        for n in gl.static_range(NC):
+            best = gl.maximum(score[n], score[NC + n])
+            best = gl.maximum(best, ptx.shuffle_xor(best, 4))
+            best = gl.maximum(best, ptx.shuffle_xor(best, 8))
+            best = gl.maximum(best, ptx.shuffle_xor(best, 16))
+            best = gl.maximum(best, top[n])
+            new_top = new_top + (best,)
+            decay = decay + (gl.exp2(top[n] - best),)
+        top = new_top
+        # Weights are two 16-bit numbers: 8 bits of bfloat16 would show.
+        new_total = ()
+        weight = ()
+        for r in gl.static_range(2):
+            for n in gl.static_range(NC):
+                weight = weight + (gl.exp2(score[r * NC + n] - (top[n] - _HEADROOM)),)
+        for n in gl.static_range(NC):
+            new_total = new_total + (total[n] * decay[n] + weight[n] + weight[NC + n],)
+        total = new_total
+        high = ()
+        low = ()
+        for r in gl.static_range(2):
+            for nt in gl.static_range(NT):
+                first = weight[r * NC + nt] if PAIR else weight[r * NC + 2 * nt]
+                second = zero if PAIR else weight[r * NC + 2 * nt + 1]
+                packed = ptx.pack2(first, second, HALF)
+                rounded = ptx.unpack2(packed, HALF)
+                if PAIR:
+                    high = high + (ptx.transpose8(ptx.pack2(first, first - rounded[0], HALF)),)
+                else:
+                    high = high + (ptx.transpose8(packed),)
+                    low = low + (ptx.transpose8(ptx.pack2(first - rounded[0], second - rounded[1], HALF)),)
+        updated = ()
+        for w in gl.static_range(N // 2):
+            upper, lower = ptx.pair_halves(whole[0][w], whole[1][w]), ptx.pair_halves(whole[2][w], whole[3][w])
+            a = (upper[0], upper[1], lower[0], lower[1])
+            for nt in gl.static_range(NT):
+                x = ptx.mma(a, high[nt], high[NT + nt], (zero, zero, zero, zero), HALF)
+                if PAIR:
+                    updated = updated + (
+                        accumulator[2 * w] * decay[0] + (x[0] + x[1]),
+                        accumulator[2 * w + 1] * decay[0] + (x[2] + x[3]),
+                    )
+                else:
+                    x = ptx.mma(a, low[nt], low[NT + nt], x, HALF)
+                    for i in gl.static_range(4):
+                        updated = updated + (accumulator[4 * (w * NT + nt) + i] * decay[2 * nt + i % 2] + x[i],)
+        accumulator = updated
+
+    for n in gl.static_range(NC):
+        s = total[n]
+        s += ptx.shuffle_xor(s, 4)
+        s += ptx.shuffle_xor(s, 8)
+        s += ptx.shuffle_xor(s, 16)
+        x = ()
+        for i in gl.static_range(N):
+            if PAIR:
+                x = x + (accumulator[i],)
+            else:
+                x = x + (accumulator[4 * (i // 2 * NT + n // 2) + i % 2 * 2 + n % 2],)
+        y = _rotate_row(x, g, gl.where(s == 0.0, 0.0, gain / s), SIGNS, D)
+        column = t if PAIR else n // 2 * 8 + 2 * t + n % 2
+        valid = (column < COLUMNS) & (column // GROUP < query_len)
+        index = ((first_index + column // GROUP * row_step + column % GROUP) * num_slots + slot).to(gl.int64)
+        address = partial.to(gl.int64) + (index * D + g * N) * 4
+        for i in gl.static_range(N // 4):
+            ptx.store_global4(address, y[4 * i], y[4 * i + 1], y[4 * i + 2], y[4 * i + 3], valid.to(gl.int32), 16 * i)
+        gl.store(partial_lse + index, top[n] - _HEADROOM + gl.log2(s), mask=valid & (g == 0))
+
+
+@gluon.jit(do_not_specialize=["num_kv_heads", "num_splits", "num_raw", "window", "raw_window", "raw_sinks", "raw_ring"])
 def decode_kernel(
-    query, kv_cache, block_table, seq_lens, query_start_loc, partial, partial_lse,
-    query_token_stride, query_head_stride, block_stride, head_stride, table_stride, factor, window,
-    num_kv_heads, num_splits, GROUP: gl.constexpr, QUERY_LEN: gl.constexpr,
+    query, kv_cache, block_table, seq_lens, query_start_loc, partial, partial_lse, raw_key, raw_value,
+    query_token_stride, query_head_stride, block_stride, head_stride, table_stride,
+    raw_seq_stride, raw_row_stride, raw_head_stride, factor, raw_factor, raw_gain, window, raw_window, raw_sinks, raw_ring,
+    num_kv_heads, num_splits, num_raw, GROUP: gl.constexpr, QUERY_LEN: gl.constexpr,
     D: gl.constexpr, BLOCK: gl.constexpr, T: gl.constexpr, STAGES: gl.constexpr,
     MIXED: gl.constexpr, K_CODE: gl.constexpr, K_WORD: gl.constexpr, V_CODE: gl.constexpr, V_WORD: gl.constexpr,
-    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, HALF: gl.constexpr, SIGNS: gl.constexpr, PDL: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, RAW: gl.constexpr, HALF: gl.constexpr, SIGNS: gl.constexpr,
+    V_SIGNS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Attend one split of a sequence for one KV head a warp; store normalised rows and their log2-sum-exp.
 
-    MIXED: pages are interleaved, else planar. Codes and words as codec.py names them; SIGNS: of the keys' rotation.
+    MIXED: pages are interleaved, else planar. Codes and words as codec.py names them; SIGNS, V_SIGNS: of the rotations.
     """
     WARPS: gl.constexpr = gl.num_warps()
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
@@ -362,6 +577,14 @@ def decode_kernel(
     head = pid % groups * WARPS + warp
     split = pid // groups % num_splits
     seq = pid // (groups * num_splits)
+    num_slots = num_splits
+    is_raw = pid < 0
+    if RAW:
+        num_slots = num_splits + num_raw
+        behind = pid - gl.num_programs(0) // num_slots * num_splits
+        is_raw = behind >= 0
+        split = gl.where(is_raw, num_splits + behind // groups % num_raw, split)
+        seq = gl.where(is_raw, behind // (groups * num_raw), seq)
     memory = gl.allocate_shared_memory(
         gl.int32, [_ring_rows(WARPS, STAGES, STAGE), 32 * WARPS], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
@@ -396,16 +619,36 @@ def decode_kernel(
         for i in gl.static_range(D // 32):
             query_words = query_words + ptx.load_global4(address, 16 * i)
 
+    if RAW:
+        if is_raw:
+            offset = seq.to(gl.int64) * raw_seq_stride + head * raw_head_stride
+            _attend_raw(
+                query_words, raw_key.to(gl.int64) + offset * 2, raw_value.to(gl.int64) + offset * 2, raw_row_stride,
+                partial, partial_lse, lane, query_start * (num_kv_heads * GROUP) + head * GROUP, query_len, seq_len,
+                raw_factor, raw_gain, window, raw_window, raw_sinks, raw_ring, split - num_splits, num_raw,
+                num_kv_heads * GROUP, num_slots, split, GROUP, QUERY_LEN, D, CAUSAL, WINDOW, HALF, V_SIGNS,
+            )  # fmt: skip
+            return
+
     first_position = seq_len - query_len
     first_visible = gl.maximum(first_position - window + 1, 0) if WINDOW else 0
+    full_begin = gl.cdiv(gl.maximum(seq_len - window, 0), T) if WINDOW else 0
+    if RAW:
+        # What no query of the sequence reads as stored: the newest tokens, which the last query reads raw, and sinks.
+        seq_len = gl.maximum(seq_len - raw_window, 0)
+        first_visible = gl.maximum(first_visible, raw_sinks)
     tiles_begin = first_visible // T
     tiles = gl.cdiv(seq_len, T) - tiles_begin
+    if RAW:
+        tiles = gl.maximum(tiles, 0)
     begin = tiles_begin + split * tiles // num_splits
     end = tiles_begin + (split + 1) * tiles // num_splits
     count = gl.maximum(end - begin, 0)
     # Tiles in [full_begin, full_end) are visible to every query of the sequence.
     full_end = (first_position + 1) // T if CAUSAL else seq_len // T
-    full_begin = gl.cdiv(gl.maximum(seq_len - window, 0), T) if WINDOW else 0
+    if RAW:
+        full_end = gl.where(raw_window > 0, gl.maximum(first_position + 1 - raw_window, 0) // T, full_end)
+        full_begin = gl.maximum(full_begin, gl.cdiv(raw_sinks, T))
 
     table = block_table + seq.to(gl.int64) * table_stride
     kv = kv_cache.to(gl.int64) + head.to(gl.int64) * head_stride + lane.to(gl.int64) * 0
@@ -549,6 +792,8 @@ def decode_kernel(
                         visible = visible & (position <= at)
                     if WINDOW:
                         visible = visible & (at - position < window)
+                    if RAW:
+                        visible = visible & ((raw_window == 0) | (at - position >= raw_window))
                     new_score = new_score + (gl.where(visible, score[i * NC + n] + poison, float("-inf")),)
             score = new_score
             v_scale = new_scale
@@ -675,7 +920,7 @@ def decode_kernel(
         row = column // GROUP
         valid = (column < COLUMNS) & (row < query_len)
         index = (query_start + row) * (num_kv_heads * GROUP) + head * GROUP + column % GROUP
-        index = (index * num_splits + split).to(gl.int64)
+        index = (index * num_slots + split).to(gl.int64)
         address = partial.to(gl.int64) + (index * D + g * (D // 8)) * 4
         unit = _as_float(reference) * _unit(V_CODE) * inverse
         z = z * inverse

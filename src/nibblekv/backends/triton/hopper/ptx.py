@@ -189,6 +189,17 @@ def pack2(low, high, HALF: gl.constexpr):
     return gl.inline_asm_elementwise(_pack2_asm(HALF), "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1)
 
 
+@gluon.constexpr_function
+def _add_nothing_asm(half):
+    return f"{{ .reg .b32 z; mov.b32 z, 0; fma.rn.{'f16x2' if half else 'bf16x2'} $0, $1, z, $2; }}"
+
+
+@gluon.jit
+def add_nothing2(word, zeros, HALF: gl.constexpr):
+    """Return zeros + 0 * word, two fp16 (HALF) or bf16 values: not 0 once a value was NaN or infinite."""
+    return gl.inline_asm_elementwise(_add_nothing_asm(HALF), "=r,r,r", [word, zeros], dtype=gl.int32, is_pure=True, pack=1)
+
+
 @gluon.jit
 def transpose8(pair):
     """Transpose the warp's 8 x 8 matrix of 16-bit values: lane 4 r + c holds row r, columns 2 c and 2 c + 1."""
@@ -213,6 +224,14 @@ def warp_max_bits(x):
     """Return the largest int32 of the warp (0 and above), in every lane."""
     return gl.inline_asm_elementwise(
         "redux.sync.max.u32 $0, $1, 0xffffffff;", "=r,r", [x], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def warp_or_bits(x):
+    """Return the union of the warp's bits, in every lane."""
+    return gl.inline_asm_elementwise(
+        "redux.sync.or.b32 $0, $1, 0xffffffff;", "=r,r", [x], dtype=gl.int32, is_pure=True, pack=1
     )
 
 
