@@ -79,11 +79,11 @@ class Language:
     def __init__(self):
         self.pid = self.axis1 = self.programs = 0
 
-    def num_programs(self, axis):
-        return lanes(self.programs, np.int32)
-
     def program_id(self, axis):
         return lanes(self.pid if axis == 0 else self.axis1, np.int32)
+
+    def num_programs(self, axis):
+        return lanes(self.programs, np.int32)
 
     def arange(self, first, last, layout):
         return lanes(np.arange(first, last), np.int32)
@@ -206,6 +206,13 @@ class Instructions:
         rounded = (words + 0x7FFF + (words >> 16 & 1)) >> 16  # no NaN is rotated here
         return lanes(np.ascontiguousarray(rounded.astype(np.uint16)).view(np.int32)[:, 0].copy())
 
+    def add_nothing2(self, word, zeros, half):
+        parts = [held + 0 * part for part, held in zip(self.unpack2(word, half), self.unpack2(zeros, half), strict=True)]
+        return lanes(np.where(np.isnan(parts).any(0), 0x7FFF7FFF, 0), np.int32)
+
+    def warp_or_bits(self, x):
+        return lanes(np.full(32, np.bitwise_or.reduce(np.broadcast_to(x, 32))), np.int32)
+
     def divide(self, x, y):
         return (x / y).astype(np.float32)
 
@@ -223,13 +230,6 @@ class Instructions:
 
     def warp_max_bits(self, x):
         return lanes(np.full(32, x.max()), np.int32)
-
-    def warp_or_bits(self, x):
-        return lanes(np.full(32, np.bitwise_or.reduce(np.broadcast_to(x, 32))), np.int32)
-
-    def add_nothing2(self, word, zeros, half):
-        low, high = self.unpack2(word, half)
-        return lanes(np.where(np.isfinite(low) & np.isfinite(high), zeros, 0x7FFF), np.int32)
 
     def round_half(self, x):
         return x.astype(np.float16).astype(np.float32)

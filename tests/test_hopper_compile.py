@@ -97,11 +97,15 @@ def test_combine_kernel_does_not_spill(head_size, warps, rows, tmp_path):
 
 
 # SASS instructions a packed value, set-up included (measured in a step: 10.4 and 8.7): at 10, issue takes 60 % of the roof.
-@pytest.mark.parametrize(("head_size", "registers", "per_value"), [(128, 128, 11.5), (256, 255, 10)], ids=["d128", "d256"])
-def test_write_kernel_fits_and_stays_lean(head_size, registers, per_value, tmp_path):
+@pytest.mark.parametrize(
+    ("head_size", "zero", "registers", "per_value"),
+    [(128, False, 128, 11.5), (256, False, 255, 10), (128, True, 128, 13.5)],
+    ids=["d128", "d256", "d128-zero-point"],
+)
+def test_write_kernel_fits_and_stays_lean(head_size, zero, registers, per_value, tmp_path):
     steps = writing.LONG_STEPS
     compiled = compile_sm90(
-        writing.write_kernel, writing.NUM_WARPS, HEADS=8, BLOCK=16, D=head_size, STEPS=steps, HALF=True,
+        writing.write_kernel, writing.NUM_WARPS, HEADS=8, BLOCK=16, D=head_size, STEPS=steps, HALF=True, ZERO=zero,
         SIGNS=launch._signs("full", head_size),
     )  # fmt: skip
     used, stack, sass = disassemble(compiled, tmp_path)

@@ -63,13 +63,14 @@ def attend(
     slots = splits + num_raw
     partial = torch.full((tokens, num_heads, slots, head_size), math.nan)
     partial_lse = torch.full((tokens, num_heads, slots), math.nan)
-    k_kind, v_kind = layout.k_format.rotation, layout.v_format.rotation
+    k_kind, v_kind, scale = layout.k_format.rotation, layout.v_format.rotation, head_size**-0.5 * launch.LOG2_E
     emulate(
         kernels.decode_kernel, (kernels,), len(lens) * heads * slots, query, kv_cache, table, seq_lens, starts, partial,
         partial_lse, store[0], store[1], query.stride(0), query.stride(1), kv_cache.stride(0), kv_cache.stride(1),
         table.stride(0), *store.stride()[1:4],
-        head_size**-0.5 * launch.LOG2_E * launch.rotation_gain(k_kind, head_size), head_size**-0.5 * launch.LOG2_E,
-        launch.row_gain(v_kind, head_size), window, raw_window, raw_sinks, ring, heads, splits, num_raw, group, query_len,
+        scale * launch.rotation_gain(k_kind, head_size), scale,
+        1.0 / (launch.rotation_gain(v_kind, head_size) * (1 if v_kind == "none" else head_size)),
+        window, raw_window, raw_sinks, ring, heads, splits, num_raw, group, query_len,
         head_size, block, T, STAGES, layout.page == "interleaved",
         *format_constants(layout.k_format), *format_constants(layout.v_format), causal, window > 0, num_raw > 0,
         dtype == torch.float16, launch._signs(k_kind, head_size), launch._signs(v_kind, head_size), False,
@@ -81,7 +82,6 @@ def attend(
     for seq, seq_len in enumerate(lens):
         key, value = (x.double() for x in gather_and_dequantize(kv_cache, table[seq], seq_len, layout))
         q = query[seq * query_len : (seq + 1) * query_len].double().unflatten(1, (heads, group))
-        score = torch.einsum("qhgd,khd->hgqk", q, key) * head_size**-0.5
         at = torch.arange(seq_len - query_len, seq_len)[:, None]
         visible = (torch.arange(seq_len) <= at) | (not causal)
         if window:
@@ -90,8 +90,8 @@ def attend(
         if raw_window:
             unpacked = unpacked | (at - torch.arange(seq_len) < raw_window)
         raw_key, raw_value = (x[:seq_len].double() for x in raw_rows[:, seq])
-        score = torch.where(unpacked, torch.einsum("qhgd,khd->hgqk", q, raw_key) * head_size**-0.5, score)
-        weight = score.masked_fill(~visible, -math.inf).softmax(-1)
+        score, raw_score = (torch.einsum("qhgd,khd->hgqk", q, x) * head_size**-0.5 for x in (key, raw_key))
+        weight = torch.where(unpacked, raw_score, score).masked_fill(~visible, -math.inf).softmax(-1)
         rows = torch.einsum("hgqk,khd->qhgd", weight * ~unpacked, value)
         rows += torch.einsum("hgqk,khd->qhgd", weight * unpacked, raw_value.nan_to_num(posinf=0))
         expected.append(rows.flatten(1, 2))
@@ -178,12 +178,13 @@ def test_a_nan_row_reaches_exactly_the_queries_that_see_it(page):
     assert torch.isnan(out[2:]).all()
 
 
-@pytest.mark.parametrize("page", ["planar", "interleaved"])
+@pytest.mark.parametrize("name", ["int4", "int4_per_token_head"])
 @pytest.mark.parametrize(("head_size", "dtype"), [(128, torch.float16), (256, torch.bfloat16)], ids=["d128", "d256"])
-def test_write_equals_reference(head_size, dtype, page):
+def test_write_equals_reference(head_size, dtype, name):
     """All bytes but those that float32 sums round to the other side; bad rows and skipped slots too."""
     torch.manual_seed(2)
-    layout = KVCacheLayout.create("int4", num_kv_heads=2, head_size=head_size, page=page)
+    layout = KVCacheLayout.create(name, num_kv_heads=2, head_size=head_size)
+    kind = layout.k_format.rotation
     key, value = torch.randn(19, 4, head_size).to(dtype).chunk(2, 1)
     key[1], key[2, 1], key[3, 0, 5], value[4, 1, 7] = 0, 3, math.nan, math.inf
     value[6] *= 300
@@ -197,8 +198,9 @@ def test_write_equals_reference(head_size, dtype, page):
         emulate(
             writing.write_kernel, (kernels, writing), 3 * 2, key, value, kv_cache.view(torch.int32), slots,
             key.stride(0), key.stride(1), value.stride(0), value.stride(1),
-            *places.k_rows, *places.k_words, *places.v_rows, *places.v_words, head_size**-0.5, 19, 48,
-            2, 16, head_size, 1, dtype == torch.float16, launch._signs("full", head_size), axis1=of_value,
+            *places.k_rows, *places.k_words, *places.v_rows, *places.v_words,
+            1.0 if kind == "block" else head_size**-0.5, 19, 48, 2, 16, head_size, 1, dtype == torch.float16,
+            layout.k_format.word == "scale_zero", launch._signs(kind, head_size), axis1=of_value,
         )  # fmt: skip
     assert float((kv_cache != expected).float().mean()) <= 1e-3
 

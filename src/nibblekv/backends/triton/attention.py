@@ -714,8 +714,8 @@ def attend(
     max_seq_len: int,
     raw: RawPart | None = None,
     config: Config | None = None,
-    own_before: int = 0,
     skew: int = 1,
+    own_before: int = 0,
 ) -> None:
     """Attend queries to packed pages; with `raw`, only to keys before the queries' own, and merge that part.
 

@@ -363,7 +363,7 @@ def _attend_window(
         attention.attend(
             query[these], kv_cache, block_table, seq_lens - (num_queries - these.stop),
             query_start_loc.clamp(max=these.stop - begin), layout, bare, its.rows, its.lse, these.stop - begin, max_seq_len,
-            its, config, begin,
+            its, config, own_before=begin,
         )  # fmt: skip
 
 

@@ -344,7 +344,7 @@ def _raw_positions(j, count, sinks_end, window_first, raw_sinks, raw_ring, ring_
 
 @gluon.jit
 def _rotate_row(x, g, gain, SIGNS: gl.constexpr, D: gl.constexpr):
-    """Rotate a row of which each lane group g holds the g-th eighth; return it times gain. SIGNS: 0 for no rotation."""
+    """Rotate a row of which each lane group g holds the g-th eighth (SIGNS 0: do not); return it times gain."""
     N: gl.constexpr = D // 8
     bits = _sign_bits(g * N, SIGNS, D) >> (g * N & 31)
     y = ()
@@ -547,8 +547,7 @@ def decode_kernel(
 ):  # fmt: skip
     """Attend one split of a sequence for one KV head a warp; store normalised rows and their log2-sum-exp.
 
-    MIXED: pages are interleaved, else planar. Codes and words as codec.py names them; SIGNS: of the keys' rotation,
-    V_SIGNS: of the values'. raw_factor: of scores of raw keys; raw_gain: of Hadamard sums of raw rows.
+    MIXED: pages are interleaved, else planar. Codes and words as codec.py names them; SIGNS, V_SIGNS: of the rotations.
     """
     WARPS: gl.constexpr = gl.num_warps()
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])

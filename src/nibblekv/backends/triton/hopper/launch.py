@@ -112,11 +112,6 @@ def rotation_gain(kind: RotationKind, head_size: int) -> float:
     return {"none": 1.0, "full": head_size**-0.5, "block": 1.0 / head_size}[kind]
 
 
-def row_gain(kind: RotationKind, head_size: int) -> float:
-    """Return what the kernels' Hadamard sums of a row must be multiplied with to be a stored row."""
-    return 1.0 if kind == "none" else 1.0 / (rotation_gain(kind, head_size) * head_size)
-
-
 @functools.lru_cache(maxsize=4096)
 def plan(
     num_seqs: int, num_kv_heads: int, max_seq_len: int, head_size: int, num_sms: int, slot_bytes: int | None = None,
@@ -131,7 +126,7 @@ def plan(
     Args:
         slot_bytes: of a token of one head; default: of 4-bit codes.
         skew: how many times as many splits, where one sequence is much longer than the mean.
-        raw_rows: of a sequence, 0 without a raw window and sinks.
+        raw_rows: of a sequence, in its raw window and sinks.
     """
     widest = max(head_size, 128) + 2 * SCALE_WORD_BYTES
     warps, tile, stages = 1, 64 if slot_bytes is None or slot_bytes <= widest else 32, 2
@@ -184,14 +179,16 @@ def decode(
     if parameters is None:
         reach = min(max_seq_len, options.sliding_window + max_query_len) if options.sliding_window else max_seq_len
         raw_rows = options.raw_sinks + (options.raw_window + max_query_len - 1 if options.raw_window else 0)
-        parameters = plan(
-            num_seqs, num_kv_heads, reach, head_size, _num_sms(query.device), layout.slot_bytes, skew, raw_rows
-        )
+        num_sms = _num_sms(query.device)
+        parameters = plan(num_seqs, num_kv_heads, reach, head_size, num_sms, layout.slot_bytes, skew, raw_rows)
     slots = parameters.splits + parameters.raw_splits
     rows = num_tokens * num_query_heads * slots
     buffer = scratch(rows * (head_size + 1), query.device)
     partial, partial_lse = buffer, buffer[rows * head_size :]
     k_kind, v_kind = layout.k_format.rotation, layout.v_format.rotation
+    score_scale = options.softmax_scale * LOG2_E
+    # H H = head_size: raw rows, rotated by sums alone, times this are rows as stored.
+    norm = 1.0 if v_kind == "none" else head_size
     launch(
         decode_kernel,
         (num_seqs * (num_kv_heads // parameters.warps) * slots,),
@@ -204,9 +201,9 @@ def decode(
             *((0, 0, 0) if options.raw_key is None else options.raw_key.stride()[:3]),
         ),
         (
-            options.softmax_scale * LOG2_E * rotation_gain(k_kind, head_size), options.softmax_scale * LOG2_E,
-            row_gain(v_kind, head_size), options.sliding_window, options.raw_window,
-             options.raw_sinks, options.raw_ring, num_kv_heads, parameters.splits, parameters.raw_splits,
+            score_scale * rotation_gain(k_kind, head_size), score_scale, 1.0 / (rotation_gain(v_kind, head_size) * norm),
+            options.sliding_window, options.raw_window, options.raw_sinks, options.raw_ring, num_kv_heads,
+            parameters.splits, parameters.raw_splits,
         ),
         (
             num_query_heads // num_kv_heads, max_query_len, head_size, layout.block_size, parameters.tile, parameters.stages,
@@ -227,8 +224,10 @@ def decode(
         (partial, partial_lse, out, partial_lse if lse is None else lse),
         (out.stride(0), out.stride(1)),
         (rotation_gain(v_kind, head_size), slots),
-        (num_query_heads, head_size, _signs(v_kind, head_size), parameters.merge_rows, lse is not None,
-         parameters.dependent),
+        (
+            num_query_heads, head_size, _signs(v_kind, head_size), parameters.merge_rows, lse is not None,
+            parameters.dependent,
+        ),
         num_warps=parameters.merge_warps, launch_pdl=parameters.dependent,
     )  # fmt: skip
 
