@@ -263,7 +263,24 @@ def attend(
         bare = replace(options, sinks=None, output_scale=None)
         _attend_dense(query, own, seq_lens, query_start_loc, bare, rows, part_lse, max_query_len)
     elif starts is None or library != "torch":
-        _attend_by_flash(library, query, key, value, query_start_loc, options.softmax_scale, raw, max_query_len)
+        cu_seqlens = query_start_loc.to(torch.int32)
+        its_out = rows if library == VLLM_FLASH else None
+        part, its_lse = _attend_by_flash(
+            library,
+            query,
+            key,
+            value,
+            cu_seqlens,
+            cu_seqlens,
+            max_query_len,
+            max_query_len,
+            options.softmax_scale,
+            True,
+            its_out,
+        )
+        if its_out is None:
+            rows.copy_(part)
+        part_lse.copy_(its_lse)
     else:
         for begin, end in itertools.pairwise(starts):
             if begin < end:
@@ -363,6 +380,10 @@ def _attend_prefix(
         output_scale=None,
     )
     target = out.view(torch.uint8) if options.output_scale is not None else out
+    starts = list(range(first_key, context_len, chunk))
+    if not starts and options.sinks is None and options.output_scale is None and out is raw.rows:
+        return
+    library = _flash_library(layout, device)
     for head in range(0, layout.num_kv_heads, heads):
         q_heads = slice(head * group, (head + heads) * group)
         part_out, part_raw = target[:, q_heads], RawPart(raw.rows[:, q_heads], raw.lse[:, q_heads])
@@ -371,14 +392,18 @@ def _attend_prefix(
         q = rotation.rotate(
             query[:, q_heads], layout.k_format.rotation, dtype=torch.float16, gain=k_root * attention.QUERY_GAIN.value
         )
-        starts = list(range(first_key, context_len, chunk))
         for start in starts:
             count = min(chunk, context_len - start)
             keys = key_space[: count * heads * layout.head_size].view(count, heads, layout.head_size)
             values = value_space[: count * heads * layout.head_size_v].view(count, heads, layout.head_size_v)
             _dequantize(kv_cache, table, layout, False, start, head, keys, k_gain)
             _dequantize(kv_cache, table, layout, True, start, head, values, v_gain)
-            if _is_plain(its) and _torch_takes(q, keys, values, False):
+            if _is_plain(its) and library is not None:
+                rows, lse = _attend_by_flash(
+                    library, q, keys, values, _bounds(num_queries, device), _bounds(count, device), num_queries, count,
+                    its.softmax_scale, False,
+                )  # fmt: skip
+            elif _is_plain(its) and _torch_takes(q, keys, values, False):
                 rows, lse = _attend_by_torch(q, keys, values, False, its.softmax_scale)
             else:
                 rows = torch.empty(num_queries, heads * group, layout.head_size_v, dtype=torch.float16, device=device)
@@ -538,21 +563,38 @@ def _torch_takes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ca
 
 def _attend_by_flash(
     library: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, query_start_loc: torch.Tensor,
-    softmax_scale: float, raw: RawPart, max_query_len: int,
-) -> None:  # fmt: skip
-    """Attend every sequence's chunk causally with FlashAttention's varlen function, into raw."""
-    starts = query_start_loc.to(torch.int32)
-    attend_varlen = importlib.import_module(library).flash_attn_varlen_func
+    key_start_loc: torch.Tensor, max_query_len: int, max_key_len: int, softmax_scale: float, causal: bool,
+    out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Attend sequences [n, heads, D] with FlashAttention's varlen function; return rows and natural log-sum-exp [n, heads].
+
+    Args:
+        query_start_loc, key_start_loc: int32.
+        out: where vLLM's build writes the rows.
+    """
     how: dict[str, Any] = {"return_attn_probs": True}
     if library == VLLM_FLASH:
-        how = {"return_softmax_lse": True, "fa_version": _vllm_flash_version(), "out": raw.rows}
-    results = attend_varlen(
-        q=query, k=key, v=value, cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=max_query_len,
-        max_seqlen_k=max_query_len, softmax_scale=softmax_scale, causal=True, **how,
+        how = {"return_softmax_lse": True, "fa_version": _vllm_flash_version(), "out": out}
+    results = importlib.import_module(library).flash_attn_varlen_func(
+        q=query, k=key, v=value, cu_seqlens_q=query_start_loc, cu_seqlens_k=key_start_loc, max_seqlen_q=max_query_len,
+        max_seqlen_k=max_key_len, softmax_scale=softmax_scale, causal=causal, **how,
     )  # fmt: skip
-    if library != VLLM_FLASH:
-        raw.rows.copy_(results[0])
-    raw.lse.copy_(results[1].transpose(0, 1))
+    return results[0], results[1].transpose(0, 1)
+
+
+def _bounds(length: int, device: torch.device) -> torch.Tensor:
+    """Return [0, length] int32, made on the device: a copy from the host would wait for it."""
+    return torch.arange(0, 2 * length, length, dtype=torch.int32, device=device)
+
+
+def _flash_library(layout: KVCacheLayout, device: torch.device) -> str | None:
+    """Return the FlashAttention package that takes such heads, None if there is none."""
+    if device.type != "cuda" or not layout.head_size == layout.head_size_v <= 256:
+        return None
+    # vLLM's build is taken where vLLM runs; importing all of vLLM for it would be a surprise.
+    if VLLM_FLASH in sys.modules and _vllm_flash_version() is not None:
+        return VLLM_FLASH
+    return "flash_attn" if importlib.util.find_spec("flash_attn") is not None else None
 
 
 @functools.cache
@@ -577,12 +619,9 @@ def _library_for(
         return None
     if query.shape[0] < LONG_QUERY:
         return None
-    same = layout.head_size == layout.head_size_v <= 256
-    # vLLM's build is taken where vLLM runs; importing all of vLLM for it would be a surprise.
-    if same and VLLM_FLASH in sys.modules and _vllm_flash_version() is not None:
-        return VLLM_FLASH
-    if same and importlib.util.find_spec("flash_attn") is not None:
-        return "flash_attn"
+    library = _flash_library(layout, query.device)
+    if library is not None:
+        return library
     return "torch" if lengths_known and _torch_takes(query, key, value, True) else None
 
 
