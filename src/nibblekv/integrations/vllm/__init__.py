@@ -11,6 +11,7 @@ import importlib.metadata
 import importlib.util
 import logging
 import re
+import sys
 from typing import Any
 
 from nibblekv.formats import get_format
@@ -60,6 +61,10 @@ def register() -> None:
     for backend, path in BACKENDS.items():
         if backend in AttentionBackendEnum.__members__:
             register_backend(AttentionBackendEnum[backend], path)
+    # An engine whose model is built in other processes has imported its scheduler, and connectors with it, by now; where
+    # a model is built, `attention` sees to it: to import vLLM's connectors here would take seconds.
+    if "vllm.distributed.kv_transfer.kv_connector.factory" in sys.modules:
+        importlib.import_module("nibblekv.integrations.vllm.transfer").name_pages()
 
 
 def vllm_status() -> dict[str, Any]:

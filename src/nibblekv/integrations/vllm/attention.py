@@ -26,6 +26,7 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionType
 
 from nibblekv.formats import check_head_size, get_format
 from nibblekv.integrations.vllm.settings import DTYPES, Settings
+from nibblekv.integrations.vllm.transfer import name_pages
 from nibblekv.layout import KVCacheLayout
 from nibblekv.ops import paged_attention, reshape_and_cache
 
@@ -224,6 +225,7 @@ class QuantizedAttention:
                     "--kv-cache-dtype-skip-layers"
                 )
             check_head_size(head_size)
+            name_pages()
             self.nibblekv_settings = current_settings()
             self.nibblekv_dtype = kv_cache_dtype
             self.nibblekv_shape = (num_kv_heads, head_size)
