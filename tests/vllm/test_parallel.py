@@ -9,7 +9,7 @@ from nibblekv.benchmarking_serve import bench_ranks
 
 
 def test_two_ranks_store_half_the_heads_each_and_say_the_same(tiny_model, monkeypatch: pytest.MonkeyPatch):
-    """Catches a plugin that is not active in vLLM's worker processes, and heads that are written to the wrong rank's pages."""
+    """Catches a plugin that is not active in vLLM's worker processes, and heads of the wrong rank."""
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # more ranks than groups of cores
