@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import platform
@@ -78,6 +79,7 @@ def write_report(path: Path | None, command: str, rows: Sequence[dict[str, Any]]
     os.replace(file.name, path)
 
 
+@functools.cache  # a benchmark writes its rows again and again; to ask takes up to a second
 def _gpu_driver() -> str | None:
     if not torch.cuda.is_available() or shutil.which("nvidia-smi") is None:
         return None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -17,6 +19,7 @@ from nibblekv.cli.common import (
     ModelOption,
     format_bytes,
     parse_dtype,
+    parse_object,
     print_table,
     progress_bar,
     split_list,
@@ -44,14 +47,19 @@ CUDA_COLUMNS: Columns = {
     "op": ("operation", str),
     "shape": ("shape", str),
     "format": ("format", str),
+    "dtype": ("queries", str),
+    "query_scale": ("times", "{:g}".format),
     "time_us": ("us", "{:,.1f}".format),
     "roof_us": ("roof us", "{:,.1f}".format),
-    "pct_roof": ("% of roof", "{:.0f}".format),
+    "ratio_to_roof": ("of roof", "{:.0%}".format),
     "gbps": ("GB/s", "{:,.0f}".format),
-    "fa3_us": ("FlashAttention 3 us", "{:,.1f}".format),
-    "vllm_int4_us": ("vLLM int4 us", "{:,.1f}".format),
+    "fa3_us": ("FA3 us", "{:,.1f}".format),
+    "vllm_int4_us": ("vLLM int4 us", "{:,.0f}".format),
+    "vllm_int8_us": ("vLLM int8 us", "{:,.0f}".format),
     "rel_err": ("error", "{:.1e}".format),
-    "ratio": ("times faster than FA3", "{:.2f}".format),
+    "kernels": ("launches", str),
+    "host_us": ("host us", "{:,.0f}".format),
+    "ratio_to_fa3": ("times faster than FA3", "{:.2f}".format),
 }
 GENERATE_COLUMNS: Columns = {
     "format": ("format", str),
@@ -93,17 +101,44 @@ QUALITY_COLUMNS: Columns = {
 def attention(
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     formats: Annotated[str, typer.Option("--formats", "-f", help=f"Comma-separated: {', '.join(FORMATS)}.")] = "int4",
+    shapes: Annotated[
+        str, typer.Option(metavar="REGEX", help="cuda: only rows whose operation and shape match, such as 'decode 32 x'.")
+    ] = "",
+    resume: Annotated[
+        bool, typer.Option("--resume", help="cuda: keep the rows that the JSON file has, run the others.")
+    ] = False,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="cuda: draw times, FlashAttention 3 and the roof (needs matplotlib).")
+    ] = None,
     json_file: JsonOption = None,
 ) -> None:
-    """Time attention and writes on packed pages against torch's own attention, in one process."""
+    """Time attention and writes on packed pages, in one process.
+
+    On a CPU beside torch's own attention; on a CUDA GPU beside FlashAttention 3 and vLLM's kernels, where vLLM is installed,
+    and the roof of the bytes moved.
+    """
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device: expected cpu or cuda, got {device!r}")
+    if device == "cpu" and (shapes or resume or plot):
+        raise ValueError("shapes, resume, plot: expected only with --device cuda")
     names = [get_format(name).name for name in split_list(formats)]
     with progress_bar() as progress:
-        bench = benchmarking.bench_attention_cpu if device == "cpu" else benchmarking_cuda.bench_attention_cuda
-        rows = bench(names, progress=lambda line: progress(line, 0, 0))
+        if device == "cpu":
+            rows = benchmarking.bench_attention_cpu(names, progress=lambda line: progress(line, 0, 0))
+        else:
+            chosen = [shape for shape in benchmarking_cuda.SHAPES if re.search(shapes, f"{shape.op} {shape.name}")]
+            if not chosen:
+                every = "; ".join(f"{shape.op} {shape.name}" for shape in benchmarking_cuda.SHAPES)
+                raise ValueError(f"shapes: expected a pattern that matches one of {every}; got {shapes!r}")
+            done = json.loads(json_file.read_text())["rows"] if resume and json_file and json_file.exists() else []
+            rows = benchmarking_cuda.bench_attention_cuda(
+                names, shapes=chosen, done=done, progress=lambda line: progress(line, 0, 0),
+                save=lambda rows: write_json(json_file, rows),
+            )  # fmt: skip
     print_table(f"attention on {device}", rows, ATTENTION_COLUMNS if device == "cpu" else CUDA_COLUMNS)
     write_json(json_file, rows)
+    if plot is not None:
+        benchmarking_cuda.plot_attention(rows, plot)
 
 
 @app.command("generate")
@@ -157,7 +192,7 @@ def serve(
     names = tuple(name.strip() for name in contenders.split(";")) if contenders else None
     with progress_bar() as progress:
         common: dict[str, Any] = {
-            "engine": json.loads(engine), "progress": progress, "done": lambda rows: write_json(json_file, rows)
+            "engine": parse_object("engine", engine), "progress": progress, "done": lambda rows: write_json(json_file, rows)
         }  # fmt: skip
         if quality and folder is not None:
             _, tokenizer = load_model(folder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import os
 import shlex
 import sys
@@ -78,6 +79,17 @@ def parse_dtype(name: str) -> torch.dtype | str:
     if name != "auto" and name not in DTYPES:
         raise ValueError(f"dtype: expected auto or one of {', '.join(DTYPES)}, got {name!r}")
     return DTYPES.get(name, name)
+
+
+def parse_object(name: str, text: str) -> dict[str, Any]:
+    """Read a JSON object from an option of that name."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise ValueError(f"{name}: expected a JSON object, got {text!r}")
+    return value
 
 
 @contextlib.contextmanager
