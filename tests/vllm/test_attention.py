@@ -244,6 +244,16 @@ def test_the_profiling_run_gives_zeros(kind):
     assert torch.equal(output, torch.zeros_like(output))
 
 
+def test_the_profiling_run_sees_what_a_prefill_allocates(monkeypatch):
+    """Catches memory that vLLM gives to the cache and a long prompt then needs."""
+    seen: list[int] = []
+    impl, query = make_impl("triton"), torch.zeros(8, HEADS, HEAD_SIZE)
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda size, **how: seen.append(size) or empty(0))
+    impl.nibblekv_reserve(query)
+    assert seen[0] > 3 * query.nbytes
+
+
 @pytest.mark.parametrize("kind", list(IMPLS))
 def test_layers_that_cannot_store_these_pages_are_refused_when_they_are_built(kind):
     """Catches a refusal that would come with the first request."""

@@ -127,16 +127,15 @@ def test_folders_are_kept_apart_wherever_a_configuration_names_them():
 
 def test_peers_that_talk_to_each_other_compare_the_name(monkeypatch):
     """Catches two engines of the same dtype and different formats that pass NIXL's check before a transfer."""
-    worker = SimpleNamespace(compute_nixl_compatibility_hash=lambda config, backend, transfer_mode: (backend, transfer_mode))
+    worker = SimpleNamespace(
+        compute_nixl_compatibility_hash=lambda config, backend, transfer_mode: f"{transfer_mode} {backend}"
+    )
     monkeypatch.setattr(transfer.importlib, "import_module", lambda name: worker)
     for _ in range(2):
         transfer._apart(Config(), "unused")
     compute = worker.compute_nixl_compatibility_hash
-    assert compute(Config(), "TRITON_ATTN", transfer_mode="pull") == (
-        "TRITON_ATTN nibblekv-int4.v1-int4.v1-planar16",
-        "pull",
-    )
-    assert compute(Config("auto"), "TRITON_ATTN", transfer_mode="pull") == ("TRITON_ATTN", "pull")
+    assert compute(Config(), "TRITON_ATTN", transfer_mode="pull") == "pull TRITON_ATTN nibblekv-int4.v1-int4.v1-planar16"
+    assert compute(Config("auto"), "TRITON_ATTN", transfer_mode="pull") == "pull TRITON_ATTN"
 
 
 def test_the_function_that_is_taken_for_the_check_is_the_one_that_vllm_calls():

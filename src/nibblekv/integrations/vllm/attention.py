@@ -303,6 +303,7 @@ class QuantizedAttention:
         if output_block_scale is not None:
             raise NotImplementedError("output_block_scale: expected None, got fused block-scaled output quantization")
         if attn_metadata is None:
+            self.nibblekv_reserve(query)
             return output.fill_(0)
         options: dict[str, Any] = {
             "causal": attn_metadata.causal,
@@ -317,6 +318,9 @@ class QuantizedAttention:
             options["rswa_window"] = attn_metadata.rswa_window
         self.nibblekv_attend(layer, query, key, value, kv_cache, attn_metadata, output, output_scale, options)
         return output
+
+    def nibblekv_reserve(self, query: torch.Tensor) -> None:
+        """Allocate, for vLLM's profiling run to see, what attending so many queries takes; nothing unless overridden."""
 
     def nibblekv_layout(self, layer: torch.nn.Module, kv_cache: torch.Tensor) -> KVCacheLayout:
         """Return the layout of this layer's cache."""

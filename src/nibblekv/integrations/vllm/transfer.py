@@ -105,7 +105,7 @@ def _subfolder(folder: str, name: str) -> str:
 
 
 def _name_in_nixl_hash() -> None:
-    worker = importlib.import_module(_NIXL_WORKER)
+    worker: Any = importlib.import_module(_NIXL_WORKER)
     compute = worker.compute_nixl_compatibility_hash
     if getattr(compute, "names_pages", False):
         return
