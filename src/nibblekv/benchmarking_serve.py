@@ -84,7 +84,7 @@ MOST_REQUESTS = 1024
 _GRAPH_SIZES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512)
 _COLUMNS = ("requests", "cache_tokens", "prefill_tok_s", "decode_tok_s", "total_tok_s", "output_tok_s", "ttft_ms")
 _RANKS_COLUMNS = ("cache_tokens", "tokens_ratio", "first_token_error", "second_token_error")
-_QUALITY_COLUMNS = ("tokens", "cache_tokens", "perplexity", "kl_mean", "kl_median", "kl_p99", "top1")
+_QUALITY_COLUMNS = ("tokens", "cache_tokens", "perplexity", "kl_mean", "eval_kl_mean", "kl_median", "kl_p99", "top1")
 
 # progress(contender, done, total); done(rows so far).
 Progress = Callable[[str, int, int], None]
@@ -93,19 +93,20 @@ Done = Callable[[list[dict[str, Any]]], None]
 
 @dataclass(frozen=True)
 class Contender:
-    """One way to serve: arguments of `vllm.LLM`, environment variables of its process, and the devices that can."""
+    """One way to serve: arguments of `vllm.LLM`, environment variables of its process, the devices that can, the format."""
 
     engine: dict[str, Any]
     environment: dict[str, str]
     devices: tuple[str, ...]
+    format: str = "none"
 
 
 _STOCK, _OURS = {"NIBBLEKV_DISABLE": "1"}, {"NIBBLEKV_DISABLE": "0"}
 CONTENDERS = {
     "16-bit, vLLM": Contender({"kv_cache_dtype": "auto"}, _STOCK, ("cuda", "cpu")),
     # vLLM on CPU accepts the dtype and generates noise, so there is nothing to time.
-    "int4, vLLM": Contender({"kv_cache_dtype": "int4_per_token_head"}, _STOCK, ("cuda",)),
-    "int4, nibblekv": Contender({"kv_cache_dtype": "int4_per_token_head"}, _OURS, ("cuda", "cpu")),
+    "int4, vLLM": Contender({"kv_cache_dtype": "int4_per_token_head"}, _STOCK, ("cuda",), "int4_per_token_head"),
+    "int4, nibblekv": Contender({"kv_cache_dtype": "int4_per_token_head"}, _OURS, ("cuda", "cpu"), "int4"),
 }
 # The first is the reference; the second shows how far two of vLLM's own 16-bit backends are from each other.
 QUALITY_CONTENDERS = {
@@ -114,9 +115,12 @@ QUALITY_CONTENDERS = {
     "int4, vLLM": CONTENDERS["int4, vLLM"],
     "int4, nibblekv": CONTENDERS["int4, nibblekv"],
     "int4_per_token_head, nibblekv": Contender(
-        {"kv_cache_dtype": "int4_per_token_head"}, _OURS | {"NIBBLEKV_FORMAT": "int4_per_token_head"}, ("cuda", "cpu")
+        {"kv_cache_dtype": "int4_per_token_head"},
+        _OURS | {"NIBBLEKV_FORMAT": "int4_per_token_head"},
+        ("cuda", "cpu"),
+        "int4_per_token_head",
     ),
-    "int8, nibblekv": Contender({"kv_cache_dtype": "int8_per_token_head"}, _OURS, ("cuda", "cpu")),
+    "int8, nibblekv": Contender({"kv_cache_dtype": "int8_per_token_head"}, _OURS, ("cuda", "cpu"), "int8_per_token_head"),
 }
 
 
@@ -172,8 +176,8 @@ def bench_serve(
             (folder / "llama8b" / "config.json").write_text(json.dumps(LLAMA_8B))
         vocab_size = json.loads((Path(common["model"]) / "config.json").read_text())["vocab_size"]
         load = {"requests": requests, "context": context, "new_tokens": new_tokens, "vocab_size": vocab_size}
-        row = {"context": context, "new_tokens": new_tokens}
-        return _run_all(CONTENDERS, contenders, common | (engine or {}), load, row, folder, timeout_s, progress, done)
+        columns = dict.fromkeys(contenders, {"context": context, "new_tokens": new_tokens})
+        return _run_all(CONTENDERS, contenders, common | (engine or {}), load, columns, folder, timeout_s, progress, done)
 
 
 def bench_quality(
@@ -181,6 +185,7 @@ def bench_quality(
     windows: list[list[int]],
     *,
     contenders: tuple[str, ...] = tuple(QUALITY_CONTENDERS),
+    expected: dict[str, float] | None = None,
     engine: dict[str, Any] | None = None,
     timeout_s: float = 580.0,
     progress: Progress | None = None,
@@ -192,10 +197,12 @@ def bench_quality(
         model: a folder with weights.
         windows: token numbers, rows of equal length, all decoded side by side.
         contenders: names in `QUALITY_CONTENDERS`; the first of that table, the reference, always runs, and first.
+        expected: format -> kl_mean that `nibblekv.evaluation.evaluate` gave on the same windows, to be put beside.
         engine, timeout_s, progress, done: see `bench_serve`.
 
     Returns:
-        Rows with contender, process_s and the figures of `integrations.vllm.benchmark.measure_quality`, or `error`.
+        Rows with contender, process_s and the figures of `integrations.vllm.benchmark.measure_quality`, or `error`; and
+        eval_kl_mean where `expected` has the format.
 
     Raises:
         ValueError: an unknown contender, or windows of unequal or too few tokens.
@@ -219,7 +226,12 @@ def bench_quality(
             "skip_tokenizer_init": True,
         } | _graphs(len(windows))
         load = {"windows": windows, "states": str(folder / "states.pt"), "reference": reference}
-        return _run_all(QUALITY_CONTENDERS, names, common | (engine or {}), load, {}, folder, timeout_s, progress, done)
+        columns = {
+            name: {"eval_kl_mean": expected[contender.format]}
+            for name, contender in QUALITY_CONTENDERS.items()
+            if expected is not None and contender.format in expected
+        }
+        return _run_all(QUALITY_CONTENDERS, names, common | (engine or {}), load, columns, folder, timeout_s, progress, done)
 
 
 def bench_ranks(
@@ -342,7 +354,7 @@ def _run_all(
     names: tuple[str, ...],
     engine: dict[str, Any],
     load: dict[str, Any],
-    columns: dict[str, Any],
+    columns: dict[str, dict[str, Any]],
     folder: Path,
     timeout_s: float,
     progress: Progress | None,
@@ -360,7 +372,8 @@ def _run_all(
         config = load | {"engine": engine | table[name].engine}
         if "reference" in load:
             config["reference"] = name == load["reference"]
-        rows.append({"contender": name, **columns, **_run_contender(config, table[name].environment, folder, timeout_s)})
+        figures = _run_contender(config, table[name].environment, folder, timeout_s)
+        rows.append({"contender": name, **columns.get(name, {}), **figures})
         if done is not None:
             done(rows)
     if progress is not None:
@@ -400,6 +413,7 @@ def main() -> None:
     parser.add_argument("--quality", action="store_true", help="measure the divergence from the 16-bit cache")
     parser.add_argument("--ranks", type=int, help="compare this many GPUs (tensor parallel) with one")
     parser.add_argument("--windows", type=Path, help="JSON file with rows of token numbers, for --quality")
+    parser.add_argument("--eval", type=Path, help="JSON file of nibblekv eval, for --quality: to be put beside")
     parser.add_argument("--contenders", default=None, help=f"some of: {'; '.join(QUALITY_CONTENDERS)} (separated by ';')")
     parser.add_argument("--engine", default="{}", help="further arguments of vllm.LLM, as JSON")
     parser.add_argument("--timeout", type=float, default=580.0, help="seconds for one contender")
@@ -428,8 +442,10 @@ def main() -> None:
     if arguments.ranks is not None:
         rows = bench_ranks(arguments.ranks, arguments.model, **common)
     elif arguments.quality:
+        found = [] if arguments.eval is None else json.loads(arguments.eval.read_text())["rows"]
+        expected = {row["format"]: row["kl_mean"] for row in found if "kl_mean" in row}
         rows = bench_quality(
-            arguments.model, json.loads(arguments.windows.read_text()), contenders=chosen, **common
+            arguments.model, json.loads(arguments.windows.read_text()), contenders=chosen, expected=expected, **common
         )  # fmt: skip
     else:
         requests = None if arguments.requests == "fit" else int(arguments.requests)
