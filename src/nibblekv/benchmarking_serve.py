@@ -176,7 +176,7 @@ def bench_serve(
             (folder / "llama8b" / "config.json").write_text(json.dumps(LLAMA_8B))
         vocab_size = json.loads((Path(common["model"]) / "config.json").read_text())["vocab_size"]
         load = {"requests": requests, "context": context, "new_tokens": new_tokens, "vocab_size": vocab_size}
-        columns = dict.fromkeys(contenders, {"context": context, "new_tokens": new_tokens})
+        columns = {name: {"context": context, "new_tokens": new_tokens} for name in contenders}
         return _run_all(CONTENDERS, contenders, common | (engine or {}), load, columns, folder, timeout_s, progress, done)
 
 
