@@ -23,8 +23,46 @@ NKV_INLINE void transpose16(V* x) {
   }
 }
 
+// Codes of 2 or 3 bits -> 4-bit codes with the same centre, of one row.
+static void widen_row(const Side& side, const uint8_t* row, uint8_t* wide) {
+  typedef uint16_t u16u __attribute__((aligned(1), may_alias));
+  typedef uint32_t u32u __attribute__((aligned(1), may_alias));
+  const u16u* low = reinterpret_cast<const u16u*>(row);  // 8 codes an entry, and a byte of their high bits
+  const uint8_t* high = row + side.head_size / 4;
+  u32u* __restrict out = reinterpret_cast<u32u*>(wide);
+  if (side.bits == 3) {
+    for (int64_t i = 0; i < side.head_size / 8; ++i) {
+      uint32_t x = low[i], h = high[i];
+      x = (x | x << 8) & 0x00FF00FFu, h = (h | h << 12) & 0x000F000Fu;
+      x = (x | x << 4) & 0x0F0F0F0Fu, h = (h | h << 6) & 0x03030303u;
+      x = (x | x << 2) & 0x33333333u, h = (h | h << 3) & 0x11111111u;
+      out[i] = (x | h << 2) + 0x44444444u;
+    }
+  } else {
+    for (int64_t i = 0; i < side.head_size / 8; ++i) {
+      uint32_t x = low[i];
+      x = (x | x << 8) & 0x00FF00FFu;
+      x = (x | x << 4) & 0x0F0F0F0Fu;
+      x = (x | x << 2) & 0x33333333u;
+      out[i] = x + 0x66666666u;
+    }
+  }
+}
+
+constexpr int64_t kWideBytes = 16 * kMaxHeadSize / 2;
+
+// 16 rows of codes, as they lie or, of less than 4 bits, widened into `wide`; changes the stride.
+NKV_INLINE const uint8_t* widen_rows(const Side& side, const uint8_t* rows, int64_t* stride, uint8_t* wide) {
+  if (side.bits >= 4) return rows;
+  for (int64_t i = 0; i < 16; ++i) widen_row(side, rows + i * *stride, wide + i * side.row_bytes);
+  *stride = side.row_bytes;
+  return wide;
+}
+
 // 16 rows of codes -> keys[dimension][token], less the code's centre.
 static void decode_keys(const Side& side, const uint8_t* rows, int64_t stride, const float* table, float* keys) {
+  alignas(64) uint8_t wide[kWideBytes];
+  rows = widen_rows(side, rows, &stride, wide);
   for (int64_t j = 0; j < side.row_bytes; j += 16) {
     const int64_t n = side.row_bytes - j < 16 ? side.row_bytes - j : 16;
     b16 x[16];
@@ -59,6 +97,11 @@ static void decode_keys(const Side& side, const uint8_t* rows, int64_t stride, c
 static bool decode_value(const Side& side, const uint8_t* row, const float* table, float* value) {
   bool numbers = true;
   if (side.code == kUint4) {
+    alignas(64) uint8_t wide[kMaxHeadSize / 2];
+    if (side.bits < 4) {
+      widen_row(side, row, wide);
+      row = wide;
+    }
     for (int64_t j = 0; j < side.row_bytes; ++j) {
       value[2 * j] = static_cast<float>(row[j] & 15) - kCenter;
       value[2 * j + 1] = static_cast<float>(row[j] >> 4) - kCenter;
