@@ -86,11 +86,11 @@ FORMATS: dict[str, QuantFormat] = {
     f.name: f
     for f in (
         QuantFormat("int4", 1, "uint4", "scale_min", "full", "planar", "4-bit, whole-head rotation, 16-bit scale and min"),
+        QuantFormat("int3", 1, "uint3", "scale_min", "full", "planar", "3-bit, otherwise as int4"),
+        QuantFormat("int2", 1, "uint2", "scale_min", "full", "planar", "2-bit, otherwise as int4"),
         QuantFormat(
             "int4_per_token_head", 1, "uint4", "scale_zero", "block", "interleaved", "4-bit, the bytes that vLLM writes"
         ),
-        QuantFormat("int3", 1, "uint3", "scale_min", "full", "planar", "3-bit, otherwise as int4"),
-        QuantFormat("int2", 1, "uint2", "scale_min", "full", "planar", "2-bit, otherwise as int4"),
         QuantFormat("int8_per_token_head", 1, "int8", "scale", "none", "interleaved", "8-bit integers, symmetric"),
         QuantFormat("fp8_per_token_head", 1, "fp8", "scale", "none", "interleaved", "8-bit floats (e4m3), symmetric"),
     )
