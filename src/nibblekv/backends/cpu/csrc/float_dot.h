@@ -23,29 +23,42 @@ NKV_INLINE void transpose16(V* x) {
   }
 }
 
+// Eight 2-bit fields, or 1-bit ones, of each entry to eight nibbles.
+template <typename U>
+NKV_INLINE U spread_pairs(U x) {
+  x = (x | x << 8) & 0x00FF00FFu;
+  x = (x | x << 4) & 0x0F0F0F0Fu;
+  return (x | x << 2) & 0x33333333u;
+}
+
+template <typename U>
+NKV_INLINE U spread_bits(U x) {
+  x = (x | x << 12) & 0x000F000Fu;
+  x = (x | x << 6) & 0x03030303u;
+  return (x | x << 3) & 0x11111111u;
+}
+
 // Codes of 2 or 3 bits -> 4-bit codes with the same centre, of one row.
 static void widen_row(const Side& side, const uint8_t* row, uint8_t* wide) {
-  typedef uint16_t u16u __attribute__((aligned(1), may_alias));
-  typedef uint32_t u32u __attribute__((aligned(1), may_alias));
-  const u16u* low = reinterpret_cast<const u16u*>(row);  // 8 codes an entry, and a byte of their high bits
-  const uint8_t* high = row + side.head_size / 4;
-  u32u* __restrict out = reinterpret_cast<u32u*>(wide);
-  if (side.bits == 3) {
-    for (int64_t i = 0; i < side.head_size / 8; ++i) {
-      uint32_t x = low[i], h = high[i];
-      x = (x | x << 8) & 0x00FF00FFu, h = (h | h << 12) & 0x000F000Fu;
-      x = (x | x << 4) & 0x0F0F0F0Fu, h = (h | h << 6) & 0x03030303u;
-      x = (x | x << 2) & 0x33333333u, h = (h | h << 3) & 0x11111111u;
-      out[i] = (x | h << 2) + 0x44444444u;
-    }
-  } else {
-    for (int64_t i = 0; i < side.head_size / 8; ++i) {
-      uint32_t x = low[i];
-      x = (x | x << 8) & 0x00FF00FFu;
-      x = (x | x << 4) & 0x0F0F0F0Fu;
-      x = (x | x << 2) & 0x33333333u;
-      out[i] = x + 0x66666666u;
-    }
+  typedef uint32_t u8x __attribute__((vector_size(32)));
+  typedef uint32_t u8u __attribute__((vector_size(32), aligned(1), may_alias));
+  typedef uint16_t h8u __attribute__((vector_size(16), aligned(1), may_alias));
+  typedef uint8_t b8u __attribute__((vector_size(8), aligned(1), may_alias));
+  const bool three = side.bits == 3;
+  const int64_t n = side.head_size / 8;
+  const uint8_t* high = row + 2 * n;
+  const uint32_t offset = three ? 0x44444444u : 0x66666666u;
+  int64_t i = 0;
+  for (; i + 8 <= n; i += 8) {
+    u8x x = spread_pairs(__builtin_convertvector(*reinterpret_cast<const h8u*>(row + 2 * i), u8x));
+    if (three) x |= spread_bits(__builtin_convertvector(*reinterpret_cast<const b8u*>(high + i), u8x)) << 2;
+    *reinterpret_cast<u8u*>(wide + 4 * i) = x + offset;
+  }
+  for (; i < n; ++i) {
+    uint32_t x = spread_pairs<uint32_t>(row[2 * i] | row[2 * i + 1] << 8);
+    if (three) x |= spread_bits<uint32_t>(high[i]) << 2;
+    x += offset;
+    memcpy(wide + 4 * i, &x, 4);
   }
 }
 
