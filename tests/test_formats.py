@@ -90,13 +90,14 @@ def test_int4_positive_row_keeps_its_minimum():
 def test_low_bit_bytes_of_a_row_that_bfloat16_holds_exactly(name: str, head_size: int):
     """Catches planes in another order, codes in another order inside a byte, and padding: min -1 = 0xbf80, scale 1/8.
 
-    Also of a head size whose row is not a whole number of words: 40 values of 3 bits are 15 bytes, of 2 bits 10.
+    The row reaches half a step beyond the outermost codes. Also of a head size whose row is not a whole number of words: 40
+    values of 3 bits are 15 bytes, of 2 bits 10.
     """
     most = int(FORMATS[name].code_max)
     values = [(5 * d) % (most + 1) for d in range(head_size)]
     row = [-1.0 + 0.125 * c for c in values]
-    row[values.index(0)] -= 1 / 32
-    row[values.index(most)] += 1 / 32
+    row[values.index(0)] -= 1 / 16
+    row[values.index(most)] += 1 / 16
     low = bytes(sum((values[i + k] & 3) << 2 * k for k in range(4)) for i in range(0, head_size, 4))
     high = bytes(sum((values[i + k] >> 2) << k for k in range(8)) for i in range(0, head_size, 8))
     assert encode(row, name) == (low + high * (name == "int3"), 0x3E00_BF80)
@@ -332,7 +333,8 @@ def test_largest_half_precision_rows_stay_finite(name: str, dtype: torch.dtype):
     x = (6e4 * torch.stack((torch.ones(128), random, rotation_signs("block", 128).float()))).to(dtype)
     decoded = dequantize(*quantize(x, name), name)
     assert decoded.isfinite().all()
-    assert (decoded - x.float()).norm() / x.float().norm() < 1.25 * NORMAL_ERROR[FORMATS[name].bits][1]
+    # the third row is one spike where it is rotated: all other values lie at the edge of the codes' range
+    assert (decoded - x.float()).norm() / x.float().norm() < {2: 0.95, 3: 0.5}.get(FORMATS[name].bits, 0.15)
 
 
 def test_biased_keys_lose_precision_in_4_bits_and_not_in_8():

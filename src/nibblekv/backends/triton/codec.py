@@ -28,6 +28,7 @@ FLOOR = tl.constexpr(SCALE_FLOOR)
 INF = tl.constexpr(float("inf"))
 
 _CODES = {"uint4": UINT4.value, "int8": INT8.value, "fp8": FP8.value, "uint3": UINT3.value, "uint2": UINT2.value}
+_EDGES = tuple(SCALE_EDGE.get(name, 0.0) for name in _CODES)
 _WORDS = {"scale_min": SCALE_MIN.value, "scale_zero": SCALE_ZERO.value, "scale": SCALE.value}
 
 
@@ -66,7 +67,7 @@ def code_max(code: Any) -> float:
 @triton.constexpr_function
 def edge(code: Any) -> float:
     """Part of a row's range by which the outermost codes lie inside it."""
-    return SCALE_EDGE[{value: name for name, value in _CODES.items()}[code]]
+    return _EDGES[code]
 
 
 @triton.constexpr_function

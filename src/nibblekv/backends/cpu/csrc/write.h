@@ -5,7 +5,7 @@ namespace nibblekv {
 namespace NKV_ISA {
 
 constexpr float kScaleFloor = 0x1p-100f;
-constexpr float kEdge[] = {0, 0, 14.0f, 30.0f, 62.0f};  // by bits
+constexpr float kEdge[] = {0, 0, 8.0f, 16.0f, 62.0f};  // by bits
 
 NKV_INLINE float round_bfloat16(float x, bool up) {
   const uint32_t u = bits_of(x);
