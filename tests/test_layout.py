@@ -43,8 +43,14 @@ def placed_caches(draw: st.DrawFn) -> tuple[KVCacheLayout, torch.Tensor, torch.T
 @pytest.mark.parametrize(
     ("format", "head_size", "slot_bytes"),
     [
-        ("int4", 128, 136), ("int4", 96, 104), ("int4_per_token_head", 64, 72), ("int8_per_token_head", 128, 264),
-        ("int3", 128, 104), ("int3", 40, 38), ("int2", 128, 72), ("int2", 40, 28),
+        ("int4", 128, 136),
+        ("int4", 96, 104),
+        ("int4_per_token_head", 64, 72),
+        ("int8_per_token_head", 128, 264),
+        ("int3", 128, 104),
+        ("int3", 40, 38),
+        ("int2", 128, 72),
+        ("int2", 40, 28),
     ],
 )
 def test_bytes_of_a_page(format: str, head_size: int, slot_bytes: int):

@@ -54,9 +54,7 @@ def test_real_model_answers_from_four_bits_in_less_than_two_sevenths_of_the_spac
         ("int4:int3", "1", False, 64),
     ],
 )
-def test_layer_outputs_are_attention_over_the_stored_rows(
-    run_scenario, tiny_model, fmt, strict, triton_backend, slot_bytes
-):
+def test_layer_outputs_are_attention_over_the_stored_rows(run_scenario, tiny_model, fmt, strict, triton_backend, slot_bytes):
     """Catches wrong slots, tables, batch splits, and rows left unwritten, at every layer and step of a mixed batch.
 
     With `triton_backend` the engine runs the classes that serve a GPU: their hooks, metadata and calls, on CPU tensors.
