@@ -35,7 +35,7 @@ _HIGH_HALF = -0x10000  # 0xffff0000 as a signed 32-bit integer
 _NAN_WORD = {"scale_zero": 0x7FC00000, "scale": 0x7FC00000, "scale_min": 0x7FC07FC0}
 # A scale below this is stored as 0 (scale_min) or raised to it (the fp32 words): its reciprocal would leave float32.
 SCALE_FLOOR = 2.0**-100
-# The outermost codes of `scale_min` lie inside the row's range by this part of it: a quarter of a step for `uint4`, else
+# The outermost codes of `scale_min` lie inside the row's range by one such part of it: a quarter of a step for `uint4`, else
 # half. Steps are then 3, 12 and 25 % smaller, and the outermost values still no further than half a step from their codes.
 EDGE = {"uint4": 62.0, "uint3": 16.0, "uint2": 8.0}
 

@@ -66,7 +66,7 @@ def code_max(code: Any) -> float:
 
 @triton.constexpr_function
 def edge(code: Any) -> float:
-    """Part of a row's range by which the outermost codes lie inside it."""
+    """The row's range divided by the margin between its ends and the outermost codes."""
     return _EDGES[code]
 
 
