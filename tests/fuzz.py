@@ -641,10 +641,20 @@ class PagedMachine(Machine):
         ids = [s.seq_id for s in self.sequences]
         keys, values = ([rows[i] for rows in [self._rows(random, 1)] * len(self.cache.layouts)] for i in (0, 1))
         calls: list[Any] = [lambda: self.cache.append([-1], keys, values), lambda: self.cache.free([*ids, 10**9])]
+
+        def append() -> None:
+            """Fail in the last layer: the ring has then lost a token to the one that was taken back."""
+            try:
+                self.cache.append(ids[:1], [*keys[:-1], keys[-1].double()], values)
+            except TypeError:
+                sequence = self.sequences[0]
+                self._put_back(sequence, sequence.length - self.window + 1)
+                overwritten = sequence.length + 1 - self.window - RAW_MARGIN
+                sequence.raw_start = min(max(sequence.raw_start, overwritten), sequence.length)
+                raise
+
         if ids:
-            calls.append(lambda: self.cache.crop(ids[0], MAX_LENGTH + 100))
-            calls.append(lambda: self.cache.append(ids[:1], [*keys[:-1], keys[-1].double()], values))
-            calls.append(lambda: self.cache.extend([ids[0], ids[0]]))
+            calls += [lambda: self.cache.crop(ids[0], MAX_LENGTH + 100), append, lambda: self.cache.extend([ids[0], ids[0]])]
         try:
             random.choice(calls)()
         except (ValueError, TypeError, CacheFullError):

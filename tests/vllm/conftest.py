@@ -90,11 +90,17 @@ def smollm2() -> str:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return the folder of a random Llama of 3 layers whose attention is far from uniform."""
+    """Return the folder of the tiny model."""
+    folder = tmp_path_factory.mktemp("tiny")
+    save_tiny_model(folder)
+    return str(folder)
+
+
+def save_tiny_model(folder: Path) -> None:
+    """Save a random Llama of 3 layers whose attention is far from uniform."""
     from safetensors.torch import save_file
 
     hidden, inner, layers, heads, kv_heads, head_size, vocabulary = 128, 256, 3, 4, 2, 64, 512
-    folder = tmp_path_factory.mktemp("tiny")
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -144,4 +150,3 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     special = {"bos_token": "w1", "eos_token": "w2", "unk_token": "w0"}
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **special}))
-    return str(folder)
