@@ -74,14 +74,14 @@ def test_needles_lie_spread_in_the_text_and_are_all_asked_for(letters):
     assert 5000 < len(sheet.tokens) <= 6000
     text = letters.decode(sheet.tokens)
     book, asked = text.split("\n\n")
-    needles = dict(re.findall(r"The secret number of the (\w+) is (\d{4})\.", book))
+    needles = dict(re.findall(r"Note: (\w+) (\d{4})\.", book))
     assert len(needles) == 20
     assert set(needles) <= set(THINGS)
-    questions = re.findall(r"The secret number of the (\w+) is (\d{4})\.\n", asked)
+    questions = re.findall(r"Note: (\w+) (\d{4})\.\n", asked)
     assert dict(questions) == needles
     assert [thing for thing, _ in questions] != list(needles)
     assert [letters.decode(sheet.tokens[b:e]) for b, e in sheet.answers] == [number for _, number in questions[UNSCORED:]]
-    places = [book.index(f"the {thing} is") / len(book) for thing in needles]
+    places = [book.index(f"Note: {thing} ") / len(book) for thing in needles]
     assert places == sorted(places)
     assert max(b - a for a, b in zip([0, *places], [*places, 1], strict=True)) < 0.25
     assert torch.equal(sheet.tokens, needle_sheet(letters, 6000, num_needles=20, seed=3).tokens)

@@ -65,11 +65,14 @@ def question_sheet(tokenizer: PreTrainedTokenizerBase, seed: int = 0) -> Sheet:
 
 
 def needle_sheet(tokenizer: PreTrainedTokenizerBase, context: int, num_needles: int = 32, seed: int = 0) -> Sheet:
-    """Hide sentences with secret numbers in a long text, evenly over its whole length, and ask for all of them at its end.
+    """Hide notes such as "Note: lamp 4817." in a long text, evenly over its length, and ask for all numbers at its end.
+
+    The number follows the very word that it is asked by. With words between them ("the number of the lamp is 4817"), small
+    models find few, whatever their cache.
 
     Args:
         context: tokens of the sheet, questions included; it is shorter by less than a sentence of the text.
-        num_needles: sentences, at most as many as there are `THINGS`; all are asked for, in another order.
+        num_needles: notes, at most as many as there are `THINGS`; all are asked for, in another order.
 
     Raises:
         ValueError: too many needles, or a context that is too short for them or longer than the texts.
@@ -79,8 +82,8 @@ def needle_sheet(tokenizer: PreTrainedTokenizerBase, context: int, num_needles: 
     rng = random.Random(seed)
     numbers = {thing: str(rng.randrange(1000, 10000)) for thing in rng.sample(THINGS, num_needles)}
     asked = rng.sample(list(numbers), num_needles)
-    parts = [(f"The secret number of the {thing} is ", numbers[thing], ".\n") for thing in asked]
-    needles = [f"The secret number of the {thing} is {number}." for thing, number in numbers.items()]
+    parts = [(f"Note: {thing} ", numbers[thing], ".\n") for thing in asked]
+    needles = [f"Note: {thing} {number}." for thing, number in numbers.items()]
     sentences = _sentences()
 
     def write(count: int) -> Sheet:
@@ -119,11 +122,11 @@ def right_answers(model: PreTrainedModel, format: str, sheet: Sheet) -> list[boo
 
 
 def _sheet(tokenizer: PreTrainedTokenizerBase, text: str, parts: list[tuple[str, str, str]], unscored: int) -> Sheet:
-    """Tokenize a text that (cue, answer, end) follow, and find the answers' tokens."""
+    """Tokenize a text that (cue, answer, rest) follow, and find the answers' tokens."""
     spans = []
-    for cue, answer, end in parts:
+    for cue, answer, rest in parts:
         spans.append((len(text) + len(cue), len(text) + len(cue) + len(answer)))
-        text += cue + answer + end
+        text += cue + answer + rest
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     prefix = beginning_tokens(tokenizer)
     answers, token = [], 0

@@ -68,7 +68,7 @@ class Sizes:
     copies: int = 3
     contexts: tuple[int, ...] = (1024, 2048, 4096, 8192)
     needles: int = 32
-    sheets: int = 4
+    sheets: int = 2
     question_orders: int = 3
     prompts: int = 8
     prompt: int = 512

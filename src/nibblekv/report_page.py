@@ -25,7 +25,7 @@ _MARKERS = "osD^vP*X<>"
 # A format that packs keys and values into at most so many bits is what the page's first picture is about.
 _SMALL_BITS = 6.0
 # Settings that make a file depend on the figures alone, and its letters on the reader's fonts.
-_STYLE = {
+_STYLE: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "nibblekv",
     "font.size": 10,
@@ -154,7 +154,10 @@ def _plot_glance(record: dict[str, Any], rows: list[Row]) -> Figure:
     for label, row in zip(memory.get_yticklabels(), ordered, strict=True):
         label.set_fontweight("bold" if row is best else "normal")
     figure.suptitle(_glance_sentence(record, rows), fontweight="bold", fontsize=12)
-    figure.text(0.5, 0.0, "shorter is better on both sides", ha="center", va="top", color="#555555")
+    legend = "shorter is better on both sides; blue: nibblekv"
+    if any(row["format"].startswith("hf-") for row in rows):
+        legend += ", orange: the quantized caches of transformers"
+    figure.text(0.5, 0.0, legend, ha="center", va="top", color="#555555")
     figure.tight_layout()
     return figure
 
@@ -213,7 +216,7 @@ def _plot_needles(record: dict[str, Any], rows: list[Row]) -> Figure:
     looks = _looks(rows)
     for row in rows:
         contexts = [n["context"] for n in row["needles"]]
-        wide = {"linewidth": 2.5, "linestyle": "--", "zorder": 9} if row["format"] == "none" else {}
+        wide: Row = {"linewidth": 2.5, "linestyle": "--", "zorder": 9} if row["format"] == "none" else {}
         shares = [100 * n["right"] / n["asked"] for n in row["needles"]]
         axes.plot(contexts, shares, label=row["format"], markersize=5, **looks[row["format"]], **wide)
     axes.set_xscale("log", base=2)
@@ -285,8 +288,8 @@ def _page(record: dict[str, Any], rows: list[Row]) -> str:
         "## Needles in long contexts",
         "![Needles found against the context](needles.svg)",
         _needles(rows),
-        f'{sizes["needles"]} sentences such as "The secret number of the lamp is 4817." are spread over a book; all numbers '
-        "are asked for at its end. A share p of n answers is known to about sqrt(p (1 - p) / n), and the same sentences are "
+        f'{sizes["needles"]} notes such as "Note: lamp 4817." are spread over a book; all numbers '
+        "are asked for at its end. A share p of n answers is known to about sqrt(p (1 - p) / n), and the same notes are "
         f"asked of every format. The model's limit is {_count(record['limit'])} positions.",
         "## Free continuations",
         "![Continuations that are still identical, and tokens that agree, against the step](continuations.svg)",
