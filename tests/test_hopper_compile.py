@@ -52,15 +52,19 @@ def disassemble(compiled, tmp_path):
 # The last column bounds SASS instructions per packed value in the loop, with its edge path (measured: 1.5; the memory roof
 # leaves 3.3); the one before it, registers, so that the blocks of a wave stay resident.
 @pytest.mark.parametrize(
-    ("head_size", "group", "query_len", "registers", "per_value"),
-    [(128, 4, 1, 168, 1.65), (128, 4, 4, 255, 3.3), (64, 8, 1, 128, 2.6), (256, 8, 1, 240, 2.2)],
-    ids=["d128", "d128-four-queries", "d64", "d256"],
-)
-def test_decode_kernel_fits_and_stays_lean(head_size, group, query_len, registers, per_value, tmp_path):
+    ("head_size", "group", "query_len", "mixed", "registers", "per_value"),
+    [
+        (128, 4, 1, False, 168, 1.65), (128, 4, 4, False, 255, 3.3), (64, 8, 1, False, 128, 2.75),
+        (256, 8, 1, False, 255, 2.2), (128, 4, 1, True, 168, 1.8), (64, 8, 1, True, 128, 2.9), (256, 8, 1, True, 255, 2.2),
+    ],
+    ids=["d128", "d128-four-queries", "d64", "d256", "d128-interleaved", "d64-interleaved", "d256-interleaved"],
+)  # fmt: skip
+def test_decode_kernel_fits_and_stays_lean(head_size, group, query_len, mixed, registers, per_value, tmp_path):
     chosen = launch.plan(32, 8, 8192, head_size, 132)
     compiled = compile_sm90(
         kernels.decode_kernel, chosen.warps, GROUP=group, QUERY_LEN=query_len, D=head_size, BLOCK=16, T=chosen.tile,
-        STAGES=chosen.stages, CAUSAL=True, WINDOW=False, HALF=False, SIGNS=launch._signs("full", head_size), PDL=True,
+        STAGES=chosen.stages, MIXED=mixed, ZERO=mixed, CAUSAL=True, WINDOW=False,
+        HALF=False, SIGNS=launch._signs("full", head_size), PDL=True,
     )  # fmt: skip
     used, stack, sass = disassemble(compiled, tmp_path)
     assert stack == 0, "spills to local memory"
@@ -113,7 +117,11 @@ def test_plan_is_one_wave_and_splits_no_tile(num_seqs, num_kv_heads, max_seq_len
 @pytest.mark.parametrize(
     ("layout", "options", "dtype", "heads", "word"),
     [
-        ({"page": "interleaved"}, {}, torch.bfloat16, 8, "planar"),
+        ({"page": "interleaved"}, {}, torch.bfloat16, 8, None),
+        ({"format": "int4_per_token_head"}, {}, torch.bfloat16, 8, None),
+        ({"format": "int4_per_token_head", "block_order": "NHD"}, {}, torch.bfloat16, 8, "follow one another"),
+        ({"format": "int8_per_token_head"}, {}, torch.bfloat16, 8, "int8_per_token_head"),
+        ({"v_format": "int4_per_token_head"}, {}, torch.bfloat16, 8, "int4_per_token_head"),
         ({"head_size": 96}, {}, torch.bfloat16, 8, "head sizes"),
         ({"block_size": 48}, {}, torch.bfloat16, 8, "block_size"),
         ({}, {}, torch.float32, 8, "float16"),
@@ -126,7 +134,7 @@ def test_plan_is_one_wave_and_splits_no_tile(num_seqs, num_kv_heads, max_seq_len
 )
 def test_supports_names_the_reason(layout, options, dtype, heads, word, monkeypatch):
     monkeypatch.setattr(launch, "_capability", lambda device: (9, 0))
-    made = KVCacheLayout.create("int4", **{"num_kv_heads": 2, "head_size": 128, **layout})
+    made = KVCacheLayout.create(**{"format": "int4", "num_kv_heads": 2, "head_size": 128, **layout})
     reason = launch.supports(made, AttentionOptions(0.1, **options), dtype, 1, torch.device("cuda"), heads, made.allocate(3))
     assert reason is None if word is None else word in reason
 

@@ -10,7 +10,7 @@ import torch
 import nibblekv
 from nibblekv.layout import KVCacheLayout
 from nibblekv.options import AttentionOptions
-from nibblekv.rotation import rotation_matrix
+from nibblekv.rotation import inverse_gain, rotation_matrix
 
 pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
@@ -28,6 +28,10 @@ def make_pages(layout, lens, seed=0):
     kv_cache = torch.randint(0, 256, layout.shape(num_blocks), dtype=torch.uint8, device=DEVICE)
     views = layout.views(kv_cache)
     for words in (views.k_scale_cache, views.v_scale_cache):
+        if layout.k_format.word == "scale_zero":
+            scale = torch.rand(words.shape, device=DEVICE) * 0.2 + 0.3
+            words.copy_((scale.view(torch.int32) & -16) | torch.randint(6, 10, words.shape, device=DEVICE).int())
+            continue
         scale = (torch.rand(words.shape, device=DEVICE) * 0.2 + 0.3).bfloat16()
         bias = (-(7.5 + 0.3 * torch.randn(words.shape, device=DEVICE)) * scale.float()).bfloat16()
         words.copy_((scale.view(torch.int16).int() << 16) | (bias.view(torch.int16).int() & 0xFFFF))
@@ -46,7 +50,8 @@ def make_pages(layout, lens, seed=0):
 def exact(query, kv_cache, block_table, lens, query_len, layout, options):
     """Return float64 (out, lse): the formula of `AttentionOptions`, from the stored codes and words."""
     views = layout.views(kv_cache)
-    rotation = rotation_matrix("full", layout.head_size).to(DEVICE)
+    kind = layout.k_format.rotation
+    rotation, gain = rotation_matrix(kind, layout.head_size).to(DEVICE), inverse_gain(kind, layout.head_size)
     outs, lses = [], []
     for seq, seq_len in enumerate(lens):
         blocks = block_table[seq, : -(-seq_len // layout.block_size)].long()
@@ -55,11 +60,14 @@ def exact(query, kv_cache, block_table, lens, query_len, layout, options):
             code, word = codes[blocks].flatten(0, 1)[:seq_len], words[blocks].flatten(0, 1)[:seq_len]
             nibbles = torch.stack((code & 15, code >> 4), -1).flatten(-2).double()
             scale, bias = (word & -65536).view(torch.float32).double(), (word << 16).view(torch.float32).double()
+            if layout.k_format.word == "scale_zero":
+                scale = (word & -16).view(torch.float32).double()
+                bias = -(word & 15) * scale
             decoded.append(nibbles * scale[..., None] + bias[..., None])
         key, value = decoded
         q = query[seq * query_len : (seq + 1) * query_len].double() @ rotation.T
         q = q.unflatten(1, (layout.num_kv_heads, -1))
-        score = torch.einsum("qhgd,khd->hgqk", q, key) * options.softmax_scale
+        score = torch.einsum("qhgd,khd->hgqk", q, key) * (options.softmax_scale * gain)
         position = torch.arange(seq_len, device=DEVICE)
         at = torch.arange(query_len, device=DEVICE)[:, None] + seq_len - query_len
         visible = position <= at if options.causal else torch.ones_like(position <= at)
@@ -67,7 +75,7 @@ def exact(query, kv_cache, block_table, lens, query_len, layout, options):
             visible = visible & (at - position < options.sliding_window)
         score = score.masked_fill(~visible, -math.inf)
         rows = torch.einsum("hgqk,khd->qhgd", score.softmax(-1), value).flatten(1, 2)
-        outs.append(rows @ rotation)
+        outs.append(rows @ rotation * gain)
         lses.append(score.logsumexp(-1).permute(2, 0, 1).flatten(1))
     return torch.cat(outs), torch.cat(lses)
 
@@ -108,9 +116,12 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("name", "page"), [("int4", "planar"), ("int4", "interleaved"), ("int4_per_token_head", "interleaved")]
+)
 @pytest.mark.parametrize(("head_size", "block_size", "call"), CASES)
-def test_error_over_own_pages(head_size, block_size, call):
-    layout = KVCacheLayout.create("int4", num_kv_heads=2, head_size=head_size, block_size=block_size)
+def test_error_over_own_pages(head_size, block_size, call, name, page):
+    layout = KVCacheLayout.create(name, num_kv_heads=2, head_size=head_size, block_size=block_size, page=page)
     out, lse, (expected, expected_lse) = run(layout, **call)
     assert float((out - expected).norm() / expected.norm()) <= 1e-3
     assert float((lse - expected_lse).abs().max()) <= 1e-2

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from interpreter import take_numpy_2_4
 
 from nibblekv import AttentionOptions, KVCacheLayout
 from nibblekv.backends import reference
@@ -30,18 +31,8 @@ NAN = float("nan")
 
 @pytest.fixture(autouse=True)
 def _interpreter_takes_numpy_2_4(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton 3.6's interpreter converts one-element arrays by int(), which numpy 2.4 refuses."""
-    if ON_GPU:
-        return
-    from triton.runtime import interpreter
-
-    patch_tensor = interpreter._patch_lang_tensor
-
-    def patch(tensor: Any, scope: Any) -> None:
-        patch_tensor(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)
+    if not ON_GPU:
+        take_numpy_2_4(monkeypatch.setattr)
 
 
 @dataclasses.dataclass
@@ -288,13 +279,27 @@ def test_splits_fill_the_device_for_any_query_length(monkeypatch: pytest.MonkeyP
 
 
 def test_workspace_is_bounded() -> None:
-    """Case 25: dequantized keys and values never exceed 64 MiB, whatever the context."""
-    for head_size, context in ((128, 30720), (512, 1_000_000), (64, 10)):
+    """Case 25: dequantized keys and values, rotated queries and their rows never exceed 64 MiB, whatever the lengths."""
+    for head_size, context, group in ((128, 30720, 4), (512, 1_000_000, 1), (64, 10, 1), (256, 30000, 8)):
         layout = KVCacheLayout.create("int4", num_kv_heads=8, head_size=head_size)
-        heads, keys = prefill.workspace_chunks(layout, context)
-        assert heads * keys * 2 * 2 * head_size <= 64 << 20
+        rows = min(100_000, prefill.queries_at_once(layout, group)) * group
+        heads, keys = prefill.workspace_chunks(layout, context, rows)
+        assert heads * (keys + rows) * 2 * 2 * head_size <= 64 << 20
         assert 8 % heads == 0
         assert 1 <= keys <= context
+
+
+@pytest.mark.parametrize("name", ["alibi", "window"])
+def test_slices_of_queries_keep_their_positions(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches slices of a long prompt that take themselves for the last queries of the sequence."""
+    monkeypatch.setattr(prefill, "LONG_QUERY", 5)
+    monkeypatch.setattr(prefill, "queries_at_once", lambda layout, group: 2)
+    batch = make_batch(create(), [2, 5], [23, 54])
+    options = AttentionOptions(softmax_scale=0.125, **OPTIONS[name]())
+    out, lse = batch.attend(backend, options, True)
+    expected, expected_lse = batch.attend(reference, options, True, dtype=torch.float32)
+    assert relative_error(out, expected) < 1e-3
+    torch.testing.assert_close(lse, expected_lse, atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("head_size", [64, 96, 136, 256])

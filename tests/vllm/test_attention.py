@@ -9,11 +9,16 @@ from typing import Any
 import pytest
 import torch
 from oracle import attend
+from vllm.v1.attention.backend import AttentionCGSupport
 
 from nibblekv import AttentionOptions, gather_and_dequantize
 from nibblekv.integrations.vllm import attention, mla
 from nibblekv.integrations.vllm.cpu import NibbleKVCPUImpl
-from nibblekv.integrations.vllm.cuda import NibbleKVTritonBackend, NibbleKVTritonImpl
+from nibblekv.integrations.vllm.cuda import (
+    NibbleKVTritonBackend,
+    NibbleKVTritonImpl,
+    NibbleKVTritonMetadataBuilder,
+)
 
 HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE, NUM_BLOCKS = 4, 2, 64, 16, 16
 SEQ_LENS, QUERY_LENS = [19, 64, 40, 33], [1, 3, 23, 33]
@@ -65,7 +70,14 @@ def make_step(**fields: Any) -> Step:
         position = torch.arange(length)
         slots.append(table[b][position // BLOCK_SIZE].long() * BLOCK_SIZE + position % BLOCK_SIZE)
     starts = torch.tensor([0, *torch.tensor(QUERY_LENS).cumsum(0).tolist()], dtype=torch.int32)
-    common = SimpleNamespace(max_query_len=max(QUERY_LENS), num_reqs=4, query_start_loc=starts, query_start_loc_cpu=starts)
+    common = SimpleNamespace(
+        max_query_len=max(QUERY_LENS),
+        num_reqs=4,
+        query_start_loc=starts,
+        query_start_loc_cpu=starts,
+        seq_lens_cpu_upper_bound=torch.tensor(SEQ_LENS),
+        is_prefilling=torch.tensor([False, False, True, True]),
+    )
     metadata = {
         "num_actual_tokens": sum(QUERY_LENS),
         "max_query_len": max(QUERY_LENS),
@@ -74,7 +86,6 @@ def make_step(**fields: Any) -> Step:
         "seq_lens": torch.tensor(SEQ_LENS, dtype=torch.int32),
         "block_table": table,
         "causal": True,
-        "mm_prefix_ranges": None,
         "mm_prefix_range_tensor": None,
         "rswa_prefix_lens": None,
         "rswa_window": None,
@@ -174,7 +185,7 @@ def test_batch_options_are_cut_where_the_prefills_begin(kind):
     output, expected = run_step(make_impl(kind), make_step(causal=causal), LAYER)
     assert error(output, expected(AttentionOptions(HEAD_SIZE**-0.5, causal=causal))) < 1e-3
     ranges = torch.tensor([[[0, 0]], [[60, 63]], [[10, 30]], [[3, 9]]], dtype=torch.int32)
-    step = make_step(mm_prefix_ranges=ranges, mm_prefix_range_tensor=ranges)
+    step = make_step(mm_prefix_range_tensor=ranges)
     layer = SimpleNamespace(head_size_v=HEAD_SIZE, mm_prefix_clamp_sliding_window=True)
     output, expected = run_step(make_impl(kind, sliding_window=12), step, layer)
     options = AttentionOptions(HEAD_SIZE**-0.5, sliding_window=12, mm_prefix_ranges=ranges, mm_prefix_clamp=True)
@@ -268,12 +279,48 @@ def test_head_sizes_are_refused_by_the_selector_with_a_reason():
     assert NibbleKVTritonBackend.supports_combination(96, torch.bfloat16, "int4_per_token_head", *arguments) is None
 
 
+def common_of(query_lens: list[int], seq_lens: list[int], is_prefilling: list[bool] | None) -> SimpleNamespace:
+    """Return the part of vLLM's metadata that finds the prefills."""
+    starts = torch.tensor([0, *query_lens]).cumsum(0)
+    return SimpleNamespace(
+        max_query_len=max(query_lens),
+        num_reqs=len(query_lens),
+        query_start_loc=starts,
+        query_start_loc_cpu=starts,
+        seq_lens_cpu_upper_bound=torch.tensor(seq_lens),
+        is_prefilling=None if is_prefilling is None else torch.tensor(is_prefilling),
+    )
+
+
 def test_a_batch_without_prefills_is_not_split():
-    starts = torch.tensor([0, 1, 9])
-    common = SimpleNamespace(max_query_len=8, num_reqs=2, query_start_loc=starts, query_start_loc_cpu=starts)
+    common = common_of([1, 8], [5, 10], [False, True])
     assert attention.split_prefills(common, 8) is None
-    loose = SimpleNamespace(**vars(common) | {"max_query_len": 9})
-    assert attention.split_prefills(loose, 8) is None
-    split = attention.split_prefills(loose, 7)
-    assert (split.num_decodes, split.num_decode_tokens, split.max_decode_len) == (1, 1, 1)
+    common.max_query_len = 9  # a bound
+    assert attention.split_prefills(common, 8) is None
+    split = attention.split_prefills(common, 7)
+    assert (split.num_decodes, split.num_decode_tokens, split.max_decode_len, split.num_tokens) == (1, 1, 1, 9)
     assert split.query_start_loc.tolist() == [0, 8]
+
+
+def test_lengths_are_taken_from_the_host_only_where_they_are_exact():
+    """Catches lengths that assume every draft accepted: attention would read pages that were never written."""
+    split = attention.split_prefills(common_of([1, 20, 30], [7, 50, 30], [False, True, True]), 8)
+    assert split.host_lengths == ([0, 20, 50], [50, 30])
+    assert attention.split_prefills(common_of([1, 20, 30], [7, 50, 30], [False, False, True]), 8).host_lengths is None
+    assert attention.split_prefills(common_of([1, 20, 30], [7, 50, 30], None), 8).host_lengths is None
+
+
+def test_rows_that_pad_a_step_are_not_taken_for_a_prompt():
+    """Catches a padded batch whose last prompt seems to have no stored tokens before it."""
+    step = make_step()
+    step.metadata.num_actual_tokens += 2
+    output, expected = run_step(make_impl("triton"), step, LAYER)
+    assert error(output, expected(AttentionOptions(HEAD_SIZE**-0.5))) < 1e-3
+
+
+def test_graphs_are_captured_for_batches_of_one_query_length_only():
+    """Catches a graph of one-token requests that is replayed for longer ones: its launches have rows for one token."""
+    spec = SimpleNamespace(kv_quant_mode=SimpleNamespace(name="INT4_PER_TOKEN_HEAD"))
+    support = NibbleKVTritonMetadataBuilder.get_cudagraph_support
+    assert support(None, spec) is AttentionCGSupport.UNIFORM_BATCH
+    assert support(None, SimpleNamespace(kv_quant_mode=SimpleNamespace(name="NONE"))) is AttentionCGSupport.ALWAYS

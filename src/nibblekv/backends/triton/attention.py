@@ -37,7 +37,7 @@ from nibblekv.backends.triton.codec import (
     unpack_streams,
 )
 from nibblekv.backends.triton.geometry import Geometry, geometry_of
-from nibblekv.backends.triton.launch import cdiv, launch, next_power_of_2
+from nibblekv.backends.triton.launch import cdiv, launch, next_power_of_2, scratch
 from nibblekv.backends.triton.rotation import rotate_rows
 from nibblekv.layout import KVCacheLayout
 from nibblekv.options import AttentionOptions
@@ -599,7 +599,7 @@ def attend(
     partial = partial_lse = None
     if not final:
         values = num_tokens * num_query_heads * num_splits * size_v
-        partial = torch.empty(values + num_tokens * num_query_heads * num_splits, dtype=torch.float32, device=device)
+        partial = scratch(values + num_tokens * num_query_heads * num_splits, device)
         partial_lse = partial[values:]
     rotated = layout.k_format.rotation != "none"
     # A program that rotates its queries reads a matrix first (4 us); a launch costs less than two waves of that.

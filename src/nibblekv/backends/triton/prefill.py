@@ -4,8 +4,9 @@ Three parts, merged by log-sum-exp:
     the chunk     the queries against their own raw keys and values: FlashAttention 3 or 2 where importable and the options
                   are plain, torch's fused attention for sequences of plain options, else `dense_kernel`;
     the prefix    the stored keys before them: short queries read packed pages (attention.py); long ones attend tiles that
-                  `dequantize_kernel` writes once, as float16 in the rotated domain, into a workspace of at most 64 MiB;
+                  `dequantize_kernel` writes once, as float16 in the rotated domain;
     the merge     `combine_kernel`, which also undoes the rotation of the prefix part.
+All that a call allocates beside split buffers stays within 64 MiB at a time, by groups of heads and slices of keys.
 The inner loop over a long prefix never unpacks codes: 2,048 queries would unpack each key 64 times.
 """
 
@@ -54,7 +55,7 @@ from nibblekv.layout import KVCacheLayout
 from nibblekv.options import AttentionOptions
 
 VLLM_FLASH = "vllm.vllm_flash_attn.flash_attn_interface"
-# Bytes of dequantized keys and values that exist at once.
+# Bytes of dequantized keys and values, rotated queries and unmerged rows that exist at once.
 WORKSPACE_BYTES = 64 << 20
 # From so many queries on a sequence's prefix is dequantized; fewer read packed pages.
 LONG_QUERY = 128
@@ -266,11 +267,10 @@ def attend(
     else:
         for begin, end in itertools.pairwise(starts):
             if begin < end:
-                part, its_lse = _attend_by_torch(
-                    query[begin:end], key[begin:end], value[begin:end], True, options.softmax_scale
-                )
-                rows[begin:end] = part
-                part_lse[begin:end] = its_lse
+                _attend_chunk_by_torch(
+                    query[begin:end], key[begin:end], value[begin:end], options.softmax_scale,
+                    RawPart(rows[begin:end], part_lse[begin:end]),
+                )  # fmt: skip
     if no_prefix:
         return
     if starts is None or lengths is None:
@@ -307,10 +307,14 @@ def attend(
                     out[tokens], own_lse, LONG_QUERY, max(lengths[first:last]), its,
                 )  # fmt: skip
         else:
-            _attend_prefix(
-                query[tokens], kv_cache, block_table[first], seq_lens[first:last], its_starts, layout, its_options,
-                out[tokens], its, lengths[first] - (tokens.stop - tokens.start),
-            )  # fmt: skip
+            most = queries_at_once(layout, query.shape[1] // layout.num_kv_heads)
+            for begin in range(tokens.start, tokens.stop, most):
+                these = slice(begin, min(begin + most, tokens.stop))
+                _attend_prefix(
+                    query[these], kv_cache, block_table[first], seq_lens[first:last] - (tokens.stop - these.stop),
+                    its_starts.clamp(max=these.stop - begin), layout, its_options, out[these],
+                    RawPart(raw.rows[these], raw.lse[these]), lengths[first] - (tokens.stop - tokens.start),
+                )  # fmt: skip
         first = last
 
 
@@ -345,7 +349,7 @@ def _attend_prefix(
     num_queries = query.shape[0]
     group = query.shape[1] // layout.num_kv_heads
     first_key = _first_visible(options, context_len)
-    heads, chunk = workspace_chunks(layout, context_len - first_key)
+    heads, chunk = workspace_chunks(layout, context_len - first_key, num_queries * group)
     device = query.device
     key_space = torch.empty(chunk * heads * layout.head_size, dtype=torch.float16, device=device)
     value_space = torch.empty(chunk * heads * layout.head_size_v, dtype=torch.float16, device=device)
@@ -388,13 +392,21 @@ def _attend_prefix(
             _merge(raw.rows, raw.lse, 0, part_raw, part_out, layout, sinks, options.output_scale, 1.0)
 
 
-def workspace_chunks(layout: KVCacheLayout, num_keys: int) -> tuple[int, int]:
-    """Return (KV heads, keys) that are dequantized at once: as many heads as WORKSPACE_BYTES holds, then as many keys."""
+def queries_at_once(layout: KVCacheLayout, group: int) -> int:
+    """Return how many queries of a sequence attend its prefix at once: those of one KV head take half of the workspace."""
+    return max(LONG_QUERY, WORKSPACE_BYTES // 2 // (2 * group * (layout.head_size + layout.head_size_v)))
+
+
+def workspace_chunks(layout: KVCacheLayout, num_keys: int, num_rows: int) -> tuple[int, int]:
+    """Return (KV heads, keys) that are dequantized at once: as many heads as WORKSPACE_BYTES holds with num_rows rotated
+    queries and rows of each, then as many keys."""
     most = WORKSPACE_BYTES // (2 * (layout.head_size + layout.head_size_v))
     heads = max(
-        h for h in range(1, layout.num_kv_heads + 1) if layout.num_kv_heads % h == 0 and (h == 1 or h * num_keys <= most)
+        h
+        for h in range(1, layout.num_kv_heads + 1)
+        if layout.num_kv_heads % h == 0 and (h == 1 or h * (num_keys + num_rows) <= most)
     )
-    return heads, min(max(num_keys, 1), most // heads)
+    return heads, min(max(num_keys, 1), max(most // heads - num_rows, 1))
 
 
 def _merge(
@@ -495,6 +507,21 @@ def _attend_by_torch(
     return results[0][0].transpose(0, 1), results[1].view(query.shape[1], query.shape[0]).transpose(0, 1)
 
 
+def _attend_chunk_by_torch(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, softmax_scale: float, raw: RawPart
+) -> None:
+    """Attend one sequence's queries causally to their own keys, into raw, by as many heads as half the workspace holds."""
+    num_kv_heads, group = key.shape[1], query.shape[1] // key.shape[1]
+    row_bytes = query.element_size() * query.shape[0] * group * value.shape[2]
+    heads = max(1, min(num_kv_heads, WORKSPACE_BYTES // 2 // row_bytes))
+    for head in range(0, num_kv_heads, heads):
+        kv = slice(head, head + heads)
+        q = slice(head * group, (head + heads) * group)
+        rows, lse = _attend_by_torch(query[:, q], key[:, kv], value[:, kv], True, softmax_scale)
+        raw.rows[:, q] = rows
+        raw.lse[:, q] = lse
+
+
 def _torch_params(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool
 ) -> torch.backends.cuda.SDPAParams:
@@ -518,12 +545,13 @@ def _attend_by_flash(
     attend_varlen = importlib.import_module(library).flash_attn_varlen_func
     how: dict[str, Any] = {"return_attn_probs": True}
     if library == VLLM_FLASH:
-        how = {"return_softmax_lse": True, "fa_version": _vllm_flash_version()}
+        how = {"return_softmax_lse": True, "fa_version": _vllm_flash_version(), "out": raw.rows}
     results = attend_varlen(
         q=query, k=key, v=value, cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=max_query_len,
         max_seqlen_k=max_query_len, softmax_scale=softmax_scale, causal=True, **how,
     )  # fmt: skip
-    raw.rows.copy_(results[0])
+    if library != VLLM_FLASH:
+        raw.rows.copy_(results[0])
     raw.lse.copy_(results[1].transpose(0, 1))
 
 

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nibblekv.backends.triton.launch import capture_safe, cdiv, launch, next_power_of_2
+from nibblekv.backends.triton.launch import capture_safe, cdiv, launch, next_power_of_2, persist, scratch
 from nibblekv.rotation import RotationKind, inverse_gain, rotation_factors, rotation_matrix
 
 
@@ -53,12 +53,12 @@ def matrix(kind: RotationKind, head_size: int, inverse: bool, dtype: torch.dtype
     exact = _is_signs(kind, head_size)
     m = m.round().to(dtype) if exact else m.to(torch.float32)
     if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
-        return m.to(device)
+        return persist(m.to(device))
     side = torch.cuda.Stream(device)
     with torch.cuda.stream(side):
         copied = m.pin_memory().to(device, non_blocking=True)
     side.synchronize()
-    return copied
+    return persist(copied)
 
 
 @functools.cache
@@ -151,7 +151,10 @@ def rotate(
             f"x: expected 2 or 3 dimensions, the last contiguous, got shape {tuple(x.shape)}, strides {x.stride()}"
         )
     if out is None:
-        out = torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
+        if (dtype or x.dtype) == torch.float32:
+            out = scratch(x.numel(), x.device).view(x.shape)
+        else:
+            out = torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
     elif out.shape != x.shape or out.stride(-1) != 1:
         raise ValueError(f"out: expected shape {tuple(x.shape)}, the last dimension contiguous, got {tuple(out.shape)}")
     rows, target = (x[:, None], out[:, None]) if x.dim() == 2 else (x, out)

@@ -15,6 +15,9 @@ Lane l holds row l // 4 and columns 2 (l % 4) + (0, 1) of S and of O, so a query
 the lanes that need them. A word of a key row holds 8 dimensions; lane l takes the (l % 4)-th quarter of the row, and of
 value rows the (l // 4)-th eighth: any order of dimensions serves, as long as Q and O follow it.
 
+A head's part of a page is one run of bytes in both arrangements of pages, if a head's tokens follow one another; interleaved
+rows only start at multiples of 8 (keys) and 4 bytes (values), so they are read in narrower words.
+
 Weights are scaled by a running power of two above every value scale so far: fp16 then holds them for values of any size.
 
 DRAM, not the cores, bounds the loop; the rest of a call is its start, blocks that end unevenly, and the merge. Handing tiles
@@ -47,34 +50,89 @@ def _ring_rows(warps, stages, stage_bytes):
 
 
 @gluon.constexpr_function
-def _code_row(row, rows, head_size):
-    """Byte of a token's key codes in its tile; tiles of `rows` tokens follow one another."""
+def _code_row(row, rows, head_size, rows_mixed):
+    """Byte of a token's key codes in its tile; pages of `rows` tokens follow one another."""
+    if rows_mixed:
+        return row * (head_size + 8)
     return row // rows * rows * (head_size + 8) + row % rows * (head_size // 2)
 
 
 @gluon.constexpr_function
-def _word(row, rows, head_size):
-    """Byte of a token's key scale word in its tile."""
-    return row // rows * rows * (head_size + 8) + rows * head_size + row % rows * 4
+def _value_row(row, rows, head_size, rows_mixed):
+    """Byte of a token's value codes in its tile."""
+    return _code_row(row, rows, head_size, rows_mixed) + (head_size // 2 + 4 if rows_mixed else rows * (head_size // 2))
+
+
+@gluon.constexpr_function
+def _word(row, value, rows, head_size, rows_mixed):
+    """Byte of the scale word of a token's key, or value (1), in its tile."""
+    if rows_mixed:
+        return row * (head_size + 8) + head_size // 2 + value * (head_size // 2 + 4)
+    return row // rows * rows * (head_size + 8) + rows * head_size + row % rows * 4 + value * 4 * rows
+
+
+@gluon.constexpr_function
+def _second_row(head_size, rows_mixed):
+    """The token of fragment row 8: rows 0 to 7 and 8 to 15 of a fragment are two sets of tokens, this far apart."""
+    return head_size // 32 if rows_mixed and head_size < 256 else 8
 
 
 @gluon.jit
-def _key_words(address, ROW: gl.constexpr, ROWS: gl.constexpr, D: gl.constexpr):
-    if D == 256:
-        first = ptx.load_shared(address, _code_row(ROW, ROWS, D), 4)
-        return first + ptx.load_shared(address, _code_row(ROW, ROWS, D) + 16, 4)
+def _token(g, D: gl.constexpr, MIXED: gl.constexpr):
+    """Return the token of fragment row g, such that the eight rows that a load reads lie in different banks.
+
+    Planar rows of 32, 64 or 128 bytes: no conflicts at the keys, two-way at the values. Interleaved rows are 18, 34 or 66
+    words long, and read 8 bytes at a time, sixteen lanes at once: no conflicts at the keys either.
+    """
+    if not MIXED:
+        return g ^ ((g >> 1) & 1)
+    elif D == 64:
+        return ((g & 3) << 2) | (g >> 2)
+    elif D == 128:
+        return (g & 1) | ((g & 2) << 2) | ((g & 4) >> 1)
     else:
-        return ptx.load_shared(address, _code_row(ROW, ROWS, D), D // 32)
+        return g
 
 
 @gluon.jit
-def _value_words(address, ROW: gl.constexpr, ROWS: gl.constexpr, D: gl.constexpr):
-    return ptx.load_shared(address, _code_row(ROW, ROWS, D) + ROWS * (D // 2), D // 64)
+def _key_words(address, ROW: gl.constexpr, ROWS: gl.constexpr, D: gl.constexpr, MIXED: gl.constexpr):
+    if MIXED:  # rows are at multiples of 8 bytes
+        words = ptx.load_shared(address, _code_row(ROW, ROWS, D, True), 2)
+        for i in gl.static_range(1, D // 64):
+            words = words + ptx.load_shared(address, _code_row(ROW, ROWS, D, True) + 8 * i, 2)
+        return words
+    elif D == 256:
+        first = ptx.load_shared(address, _code_row(ROW, ROWS, D, False), 4)
+        return first + ptx.load_shared(address, _code_row(ROW, ROWS, D, False) + 16, 4)
+    else:
+        return ptx.load_shared(address, _code_row(ROW, ROWS, D, False), D // 32)
 
 
 @gluon.jit
-def _scale_word(address, ROW: gl.constexpr, VALUE: gl.constexpr, ROWS: gl.constexpr, D: gl.constexpr):
-    return ptx.load_shared(address, _word(ROW, ROWS, D) + VALUE * 4 * ROWS, 1)[0]
+def _value_words(address, ROW: gl.constexpr, ROWS: gl.constexpr, D: gl.constexpr, MIXED: gl.constexpr):
+    if MIXED:  # at multiples of 4 bytes
+        words = ptx.load_shared(address, _value_row(ROW, ROWS, D, True), 1)
+        for i in gl.static_range(1, D // 64):
+            words = words + ptx.load_shared(address, _value_row(ROW, ROWS, D, True) + 4 * i, 1)
+        return words
+    else:
+        return ptx.load_shared(address, _value_row(ROW, ROWS, D, False), D // 64)
+
+
+@gluon.jit
+def _scale_word(address, ROW: gl.constexpr, VALUE: gl.constexpr, ROWS: gl.constexpr, D: gl.constexpr, MIXED: gl.constexpr):
+    return ptx.load_shared(address, _word(ROW, VALUE, ROWS, D, MIXED), 1)[0]
+
+
+@gluon.jit
+def _scale_and_bias(word, ZERO: gl.constexpr):
+    """Return the float32 (scale, bias) of a scale word: two bfloat16, or (ZERO) a float32 and a zero point."""
+    if ZERO:
+        scale = _as_float(word & -16)
+        # The bits of 2^23 + zero point.
+        return scale, scale * (8388608.0 - _as_float((word & 15) | 0x4B000000))
+    else:
+        return _as_float(word & -65536), _as_float(word << 16)
 
 
 @gluon.constexpr_function
@@ -104,8 +162,9 @@ def _as_bits(x):
 
 @gluon.jit
 def _start_tile(
-    table, stage, barrier, kv, tile, seq_len, block_stride, lane, T: gl.constexpr, BLOCK: gl.constexpr, D: gl.constexpr
-):
+    table, stage, barrier, kv, tile, seq_len, block_stride, lane,
+    T: gl.constexpr, BLOCK: gl.constexpr, D: gl.constexpr, MIXED: gl.constexpr,
+):  # fmt: skip
     """Announce a tile's bytes to a barrier and start its copies. table: this lane's page of the tile."""
     ROWS: gl.constexpr = min(BLOCK, T)
     PAGES: gl.constexpr = T // ROWS
@@ -120,6 +179,13 @@ def _start_tile(
             barrier,
             (lane < pages).to(gl.int32),
         )
+    elif MIXED:
+        source = lane * 0 + (tile * T) % BLOCK * (D + 8)
+        ptx.barrier_expect(barrier, lane * 0 + CHUNK, (lane == 0).to(gl.int32))
+        ptx.bulk_copy(
+            stage + lane * 0, kv + table.to(gl.int64) * block_stride + source, lane * 0 + CHUNK, barrier,
+            (lane == 0).to(gl.int32),
+        )  # fmt: skip
     else:
         row = (tile * T) % BLOCK
         ptx.barrier_expect(barrier, lane * 0 + CHUNK, (lane == 0).to(gl.int32))
@@ -204,8 +270,13 @@ def decode_kernel(
     query_token_stride, query_head_stride, block_stride, head_stride, table_stride, factor, window,
     num_kv_heads, num_splits, GROUP: gl.constexpr, QUERY_LEN: gl.constexpr,
     D: gl.constexpr, BLOCK: gl.constexpr, T: gl.constexpr, STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, HALF: gl.constexpr, SIGNS: gl.constexpr, PDL: gl.constexpr,
+    MIXED: gl.constexpr, ZERO: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, HALF: gl.constexpr,
+    SIGNS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
+    """Attend one split of a sequence for one KV head a warp; store normalised rows and their log2-sum-exp.
+
+    MIXED: pages are interleaved, else planar; ZERO: see `_scale_and_bias`.
+    """
     WARPS: gl.constexpr = gl.num_warps()
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     COLUMNS: gl.constexpr = GROUP * QUERY_LEN
@@ -280,7 +351,7 @@ def decode_kernel(
     for s in gl.static_range(STAGES):
         if s < count:
             _start_tile(
-                pages[s], base + s * STAGE, barriers + 8 * s, kv, begin + s, seq_len, block_stride, lane, T, BLOCK, D
+                pages[s], base + s * STAGE, barriers + 8 * s, kv, begin + s, seq_len, block_stride, lane, T, BLOCK, D, MIXED
             )
     next_pages = _tile_pages(table, begin + STAGES, seq_len, lane, T, BLOCK)
 
@@ -307,13 +378,14 @@ def decode_kernel(
     # The largest value scale so far, as the bits of a power of two.
     reference = gl.full([32 * WARPS], 27 << 23, gl.int32, LANES)
 
-    # Row r of a 16-row fragment is token r ^ ((r >> 1) & 1) of its 16: no bank conflicts at the keys, two-way at the values.
-    token = g ^ ((g >> 1) & 1)
-    even, odd = (2 * t) ^ (t & 1), (2 * t + 1) ^ (t & 1)
-    k_lane = token * (D // 2) + t * (D // 8)
-    v_even = even * (D // 2) + g * (D // 16)
-    v_odd = odd * (D // 2) + g * (D // 16)
-    w_lane = token * 4
+    SECOND: gl.constexpr = _second_row(D, MIXED)
+    PITCH: gl.constexpr = D + 8 if MIXED else D // 2
+    token = _token(g, D, MIXED)
+    even, odd = _token(2 * t, D, MIXED), _token(2 * t + 1, D, MIXED)
+    k_lane = token * PITCH + t * (D // 8)
+    v_even = even * PITCH + g * (D // 16)
+    v_odd = odd * PITCH + g * (D // 16)
+    w_lane = token * (PITCH if MIXED else 4)
 
     stage = 0
     phase = 0
@@ -328,10 +400,14 @@ def decode_kernel(
         v_scale = ()
         v_bias = ()
         for i in gl.static_range(NG):
-            upper = _key_words(k_here, 16 * i, ROWS, D)
-            lower = _key_words(k_here, 16 * i + 8, ROWS, D)
-            words = (_scale_word(w_here, 16 * i, 0, ROWS, D), _scale_word(w_here, 16 * i + 8, 0, ROWS, D))
-            v_words = (_scale_word(w_here, 16 * i, 1, ROWS, D), _scale_word(w_here, 16 * i + 8, 1, ROWS, D))
+            upper = _key_words(k_here, 16 * i, ROWS, D, MIXED)
+            lower = _key_words(k_here, 16 * i + SECOND, ROWS, D, MIXED)
+            words = (
+                _scale_word(w_here, 16 * i, 0, ROWS, D, MIXED), _scale_word(w_here, 16 * i + SECOND, 0, ROWS, D, MIXED),
+            )  # fmt: skip
+            v_words = (
+                _scale_word(w_here, 16 * i, 1, ROWS, D, MIXED), _scale_word(w_here, 16 * i + SECOND, 1, ROWS, D, MIXED),
+            )  # fmt: skip
             # At head size 256 few warps are resident and a product waits for the one before it: two chains, added.
             c = ((zero, zero, zero, zero),) * NT
             other = c
@@ -358,21 +434,22 @@ def decode_kernel(
                     )
                 c = d
             for r in gl.static_range(2):
-                k_scale, k_bias = _as_float(words[r] & -65536), _as_float(words[r] << 16)
+                k_scale, k_bias = _scale_and_bias(words[r], ZERO)
                 if PAIR:
                     score = score + ((c[0][2 * r] + c[0][2 * r + 1]) * (k_scale * score_scale[0]) + query_sum[0] * k_bias,)
                 else:
                     for n in gl.static_range(NC):
                         score = score + (c[n // 2][2 * r + n % 2] * (k_scale * score_scale[n]) + query_sum[n] * k_bias,)
-                v_scale = v_scale + (_as_float(v_words[r] & -65536),)
-                v_bias = v_bias + (_as_float(v_words[r] << 16),)
+                scale, bias = _scale_and_bias(v_words[r], ZERO)
+                v_scale = v_scale + (scale,)
+                v_bias = v_bias + (bias,)
 
         if (tile < full_begin) | (tile >= full_end):
             new_score = ()
             new_scale = ()
             new_bias = ()
             for i in gl.static_range(2 * NG):
-                position = tile * T + 8 * i + token
+                position = tile * T + i // 2 * 16 + i % 2 * SECOND + token
                 inside = (position < seq_len) & (position >= first_visible)
                 poison = v_scale[i] * 0.0 + v_bias[i] * 0.0
                 finite = inside & (poison == 0.0)
@@ -430,9 +507,12 @@ def decode_kernel(
         for n in gl.static_range(NC):
             factors = factors + (decay[n] * shrink,)
 
+        # What rounding takes from a weight, times the middle of the codes: the rest of its error is of random sign.
+        middle = _as_float(reference) * 7.5
         for i in gl.static_range(NG):
-            v0, v1 = _value_words(ve_here, 16 * i, ROWS, D), _value_words(vo_here, 16 * i, ROWS, D)
-            v2, v3 = _value_words(ve_here, 16 * i + 8, ROWS, D), _value_words(vo_here, 16 * i + 8, ROWS, D)
+            v0, v1 = _value_words(ve_here, 16 * i, ROWS, D, MIXED), _value_words(vo_here, 16 * i, ROWS, D, MIXED)
+            v2 = _value_words(ve_here, 16 * i + SECOND, ROWS, D, MIXED)
+            v3 = _value_words(vo_here, 16 * i + SECOND, ROWS, D, MIXED)
             p_fragments = ()
             for r in gl.static_range(2):
                 scale = v_scale[2 * i + r] * inverse
@@ -445,12 +525,17 @@ def decode_kernel(
                     kept_offset = kept_offset + (new_offset[n] + p * v_bias[2 * i + r],)
                     weighted = weighted + (p * scale,)
                 new_total = kept_total
-                new_offset = kept_offset
+                new_offset = ()
                 for nt in gl.static_range(NT):
                     if PAIR:
-                        p_fragments = p_fragments + (ptx.transpose8(ptx.pack_half2(weighted[0], zero)),)
+                        packed = ptx.pack_half2(weighted[0], zero)
                     else:
-                        p_fragments = p_fragments + (ptx.transpose8(ptx.pack_half2(weighted[2 * nt], weighted[2 * nt + 1])),)
+                        packed = ptx.pack_half2(weighted[2 * nt], weighted[2 * nt + 1])
+                    rounded = ptx.unpack2(packed, True)
+                    for n in gl.static_range(NC // NT):
+                        lost = weighted[2 * nt + n] - rounded[n]
+                        new_offset = new_offset + (kept_offset[2 * nt + n] + lost * middle,)
+                    p_fragments = p_fragments + (ptx.transpose8(packed),)
             if i % SPAN == 0:
                 fresh = (zero,) * (4 * MT * NT)
             updated = ()
@@ -480,7 +565,7 @@ def decode_kernel(
 
         ptx.warp_sync(lane)
         if j + STAGES < count:
-            _start_tile(next_pages, here, barrier, kv, tile + STAGES, seq_len, block_stride, lane, T, BLOCK, D)
+            _start_tile(next_pages, here, barrier, kv, tile + STAGES, seq_len, block_stride, lane, T, BLOCK, D, MIXED)
             next_pages = _tile_pages(table, tile + STAGES + 1, seq_len, lane, T, BLOCK)
         stage += 1
         if stage == STAGES:

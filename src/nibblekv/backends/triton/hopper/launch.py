@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 import torch
 
 from nibblekv.backends.triton.hopper.kernels import combine_kernel, decode_kernel
-from nibblekv.backends.triton.launch import launch
+from nibblekv.backends.triton.launch import launch, scratch
 from nibblekv.formats import SCALE_WORD_BYTES
 from nibblekv.layout import KVCacheLayout
 from nibblekv.options import AttentionOptions
@@ -17,6 +17,7 @@ from nibblekv.rotation import rotation_signs
 
 __all__ = ["Plan", "decode", "plan", "supports"]
 
+FORMATS_SERVED = ("int4", "int4_per_token_head")
 HEAD_SIZES = (64, 128, 256)
 ALIGNMENT = 16
 LOG2_E = 1.4426950408889634
@@ -57,8 +58,8 @@ def supports(
     """Return None if `decode` serves such a call, else the reason why not. Reads metadata only."""
     if device.type != "cuda" or _capability(device) != (9, 0):
         return f"needs a GPU of compute capability 9.0, got {device}"
-    if layout.page != "planar" or layout.k_format.name != "int4" or layout.v_format.name != "int4":
-        return f"needs planar int4 pages, got {layout.k_format.name}/{layout.v_format.name} {layout.page}"
+    if layout.k_format.name not in FORMATS_SERVED or layout.v_format.name != layout.k_format.name:
+        return f"needs keys and values in one of {FORMATS_SERVED}, got {layout.k_format.name} and {layout.v_format.name}"
     if layout.head_size not in HEAD_SIZES or layout.head_size_v != layout.head_size:
         return f"needs equal head sizes of {HEAD_SIZES}, got {layout.head_size} and {layout.head_size_v}"
     if layout.block_size & (layout.block_size - 1):
@@ -68,6 +69,8 @@ def supports(
     columns = num_query_heads // layout.num_kv_heads * max_query_len
     if columns > max_columns(layout.head_size):
         return f"serves {max_columns(layout.head_size)} queries of a KV head at head size {layout.head_size}, got {columns}"
+    if kv_cache.dim() == 4 and kv_cache.stride(2) != layout.slot_bytes:
+        return f"needs the rows of a head to follow one another, got strides {kv_cache.stride()}"
     if kv_cache.data_ptr() % ALIGNMENT or kv_cache.stride(0) % ALIGNMENT or kv_cache.stride(1) % ALIGNMENT:
         return f"needs tiles at multiples of {ALIGNMENT} bytes, got strides {kv_cache.stride()}"
     for name, default in _UNSERVED:
@@ -88,6 +91,14 @@ def shared_bytes(warps: int, tile: int, stages: int, head_size: int) -> int:
     """Return the bytes of a block's ring of tiles and its barriers."""
     row = 128 * warps
     return -(-stages * (warps * tile * (head_size + 2 * SCALE_WORD_BYTES) + 8) // row) * row
+
+
+def rotation_gain(layout: KVCacheLayout) -> float:
+    """Return what q.k and the output must be multiplied with, the kernels' Hadamard sums being unnormalised.
+
+    `full` stores orthonormal rows, `block` (of these head sizes one block) unnormalised ones.
+    """
+    return 1.0 / (layout.head_size if layout.k_format.rotation == "block" else math.sqrt(layout.head_size))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -145,16 +156,18 @@ def decode(
         reach = min(max_seq_len, options.sliding_window + max_query_len) if options.sliding_window else max_seq_len
         parameters = plan(num_seqs, num_kv_heads, reach, head_size, _num_sms(query.device))
     splits, rows = parameters.splits, num_tokens * num_query_heads * parameters.splits
-    buffer = torch.empty(rows * (head_size + 1), dtype=torch.float32, device=query.device)
+    buffer = scratch(rows * (head_size + 1), query.device)
     partial, partial_lse = buffer, buffer[rows * head_size :]
     signs = _signs(layout.k_format.rotation, head_size)
+    gain = rotation_gain(layout)
     launch(
         decode_kernel,
         (num_seqs * (num_kv_heads // parameters.warps) * splits,),
         (query, kv_cache, block_table, seq_lens, query_start_loc, partial, partial_lse),
         (query.stride(0), query.stride(1), kv_cache.stride(0), kv_cache.stride(1), block_table.stride(0)),
-        (options.softmax_scale * LOG2_E / math.sqrt(head_size), options.sliding_window, num_kv_heads, splits),
+        (options.softmax_scale * LOG2_E * gain, options.sliding_window, num_kv_heads, splits),
         (num_query_heads // num_kv_heads, max_query_len, head_size, layout.block_size, parameters.tile, parameters.stages,
+         layout.page == "interleaved", layout.k_format.word == "scale_zero",
          bool(options.causal), options.sliding_window > 0, query.dtype == torch.float16, signs, parameters.dependent),
         num_warps=parameters.warps, launch_pdl=parameters.dependent,
     )  # fmt: skip
@@ -163,7 +176,7 @@ def decode(
         (num_tokens * num_query_heads,),
         (partial, partial_lse, out, partial_lse if lse is None else lse),
         (out.stride(0), out.stride(1)),
-        (1.0 / math.sqrt(head_size), splits),
+        (gain, splits),
         (num_query_heads, head_size, signs, parameters.merge_rows, lse is not None, parameters.dependent),
         num_warps=parameters.merge_warps, launch_pdl=parameters.dependent,
     )  # fmt: skip
