@@ -375,28 +375,29 @@ def test_eval_takes_the_saved_calibration_where_the_format_asks_for_it(tiny, win
 
 
 def biased_qwen2(norm: float = 900.0):
-    """Return a random model of Qwen2's shape whose first layer's keys have a bias, where such models have it: in the
-    slowest of the rotary frequencies.
+    """Return a random model of Qwen2's shape whose first layer's keys have a bias, where real ones have theirs: in the
+    slowest of the rotary frequencies. Large embeddings make its answers depend on more than rounding.
     """
     torch.manual_seed(0)
     config = transformers.Qwen2Config(
-        vocab_size=512, hidden_size=512, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4,
+        vocab_size=256, hidden_size=256, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=2048, rope_parameters={"rope_type": "default", "rope_theta": 1e6},
     )  # fmt: skip
     model = transformers.Qwen2ForCausalLM(config).eval()
     with torch.no_grad():
-        bias = model.model.layers[0].self_attn.k_proj.bias
-        slow = torch.randn(2, 2, 64)
-        slow[..., :60] = 0
-        bias.copy_(norm * (slow / slow.norm(dim=(1, 2), keepdim=True)).flatten())
+        model.model.embed_tokens.weight.mul_(4)
+        slow = torch.randn(2, 2, 32)
+        slow[..., :28] = 0
+        bias = norm * slow / slow.norm(dim=(1, 2), keepdim=True)
+        model.model.layers[0].self_attn.k_proj.bias.copy_(bias.flatten())
     return model
 
 
 def test_keys_with_a_large_bias_keep_their_answers():
     """Catches a cache that breaks Qwen2: four bits of such a key are spent on a constant."""
     model = biased_qwen2()
-    ids = torch.randint(0, 512, (4, 256))
-    found = calibrate(model, torch.randint(0, 512, (16, 128)), source="random tokens")
+    ids = torch.randint(0, 256, (2, 160))
+    found = calibrate(model, torch.randint(0, 256, (16, 64)), source="random tokens")
     with torch.no_grad():
         expected = model(ids).logits.argmax(-1)
 
@@ -405,4 +406,5 @@ def test_keys_with_a_large_bias_keep_their_answers():
         return float((guess == expected).double().mean())
 
     assert agreement("int4_per_token_head", calibration=None) < 0.6
-    assert agreement("int4", calibration=found, window=32, sinks=4) >= 0.95
+    assert agreement("int4", calibration=found) >= 0.95
+    assert agreement("int4", calibration=found, window=32, sinks=4) >= 0.97
