@@ -42,6 +42,10 @@ FP8_MAX = 448.0
 # progress(stage, done, total), in forwards of the model.
 Progress = Callable[[str, int, int], None]
 
+# Windows begin at this power of an even spread, so that early positions, which every sequence has, count more. Noise of the
+# scores of SmolLM2 against no calibration, at positions from 0, 2,048 and 7,936: exponent 1 leaves 65, 47 and 64 %, exponent
+# 2 leaves 47, 41 and 78 %, positions below 1,024 alone leave 27, 79 and 183 %.
+_EARLY_POSITIONS = 2
 # The first tokens of a window take the place of attention sinks: few, extreme, and read unquantized where it matters.
 UNCOUNTED_TOKENS = 8
 # Channels beyond this of the head's median are cut: Gemma has some in which queries and keys are exactly 0.
@@ -294,7 +298,7 @@ def calibrate(
 
     Args:
         windows: [N, window] int64 tokens, each run by itself, unquantized, at positions of its own: the windows are spread
-            over all positions, a little irregularly, so that no rotary frequency can be in step with them.
+            over all positions, more densely over early ones, irregularly so that no rotary frequency can be in step with them.
         source: name of the text.
         positions: the positions to cover, default all that the model has.
 
@@ -314,7 +318,8 @@ def calibrate(
     if window <= UNCOUNTED_TOKENS:
         raise ValueError(f"windows: expected more than {UNCOUNTED_TOKENS} tokens each, got {window}")
     jitter = torch.rand(num_windows, generator=torch.Generator().manual_seed(_SEED))
-    starts = ((torch.arange(num_windows) + jitter) / num_windows * (positions - window + 1)).long()
+    fraction = (torch.arange(num_windows) + jitter) / num_windows
+    starts = (fraction**_EARLY_POSITIONS * (positions - window + 1)).long()
     statistics: dict[int, _Statistics] = {}
 
     def observe(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: dict[str, Any]) -> None:
