@@ -2,16 +2,24 @@
 
     python tests/fuzz.py --seconds 600 [--seed N] [--backend NAME]
 
-A run is a list of (call, seed) pairs on one cache. Sequences grow, are attended, cropped, forked and freed; the cache lies
-padded in an allocation of canaries, and every byte that is not a written row is poison. After each call the whole
+A run is a list of (call, seed) pairs on one cache. Sequences grow, are attended, read, cropped, forked and freed; the cache
+lies padded in an allocation of canaries, and every byte that is not a written row is poison. After each call the whole
 allocation must equal a shadow that only the call's own rows may have changed. A failing list is shrunk by leaving out
 calls, and printed with its seed.
+
+Half of the runs drive the operations, half a `PagedKVCache`, with and without a window and sinks. The CPU kernels run with
+one instruction set or another and on one or two threads. With TRITON_INTERPRET=1 the Triton kernels are a backend of this
+machine too.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import dataclasses
+import functools
 import math
+import os
 import sys
 import time
 import traceback
@@ -20,7 +28,8 @@ from random import Random
 from typing import Any
 
 import torch
-from batches import POISON, place, usable_backends
+from batches import CANARY, POISON, place, usable_backends
+from interpreter import take_numpy_2_4
 from oracle import attend
 
 from nibblekv import (
@@ -29,19 +38,22 @@ from nibblekv import (
     KVCacheLayout,
     QuantFormat,
     dequantize,
+    gather_and_dequantize,
     paged_attention,
     quantize,
     reshape_and_cache,
 )
 from nibblekv.backends import get_backend
-from nibblekv.cache import CacheFullError, PagedKVCache
+from nibblekv.backends.cpu import _library
+from nibblekv.cache import RAW_MARGIN, CacheFullError, PagedKVCache
 from nibblekv.formats import decode_rows, encode_rows, unpack_scale_word
 from nibblekv.rotation import rotate, unrotate
 
 # Relative error of a row of attention that a backend may have against float64 on the same pages.
 TOLERANCE = {"reference": 2e-5}
 DEFAULT_TOLERANCE = 1e-3
-MAX_LENGTH = 45
+MAX_LENGTH, MAX_SEQUENCES = 45, 6
+PER_SEQUENCE = {"rswa_prefix_lens", "mm_prefix_ranges", "raw_key", "raw_value"}
 Calls = list[tuple[str, int]]
 
 
@@ -56,7 +68,7 @@ class Sequence:
 class Machine:
     """One cache, what it must hold, and the calls that change both."""
 
-    CALLS = ("grow", "grow", "attend", "attend", "attend", "crop", "fork", "free", "refuse")
+    CALLS: tuple[str, ...] = ("grow", "grow", "attend", "attend", "attend", "read", "crop", "fork", "free", "refuse")
 
     def __init__(self, backend: str, seed: int) -> None:
         random = Random(seed)
@@ -74,10 +86,12 @@ class Machine:
         )
         self.group = random.choice([1, 1, 2, 3, 5])
         self.dtype = random.choice([torch.float32, torch.float32, torch.bfloat16, torch.float16])
-        self.key_size, self.value_size = 10.0 ** random.uniform(-3, 3), 10.0 ** random.uniform(-3, 3)
+        self.key_size, self.value_size = (
+            10.0 ** random.choice([random.uniform(-1, 1), random.uniform(-8, 4.7)]) for _ in range(2)
+        )
         self.blocks = random.randint(4, 9)
-        pads = {name: 4 * random.randint(0, 3) for name in ("offset", "pad_row", "pad_head", "pad_block")}
-        self.allocation, self.kv_cache = place(self.layout, self.blocks, **pads)
+        self.pads = {name: 4 * random.randint(0, 3) for name in ("offset", "pad_row", "pad_head", "pad_block")}
+        self.allocation, self.kv_cache = place(self.layout, self.blocks, **self.pads)
         self.kv_cache.fill_(POISON)
         self.shadow = self.allocation.clone()
         self.free_pages = list(range(self.blocks))
@@ -98,7 +112,7 @@ class Machine:
     def grow(self, random: Random) -> None:
         """Append tokens to old and new sequences in one write, in any order, with skipped rows among them."""
         chosen = random.sample(self.sequences, min(len(self.sequences), random.randint(0, 2)))
-        if not chosen or random.random() < 0.5:
+        if not chosen or (random.random() < 0.5 and len(self.sequences) < MAX_SEQUENCES):
             self.sequences.append(Sequence([]))
             chosen.append(self.sequences[-1])
         slots: list[int] = []
@@ -177,59 +191,97 @@ class Machine:
 
     def attend(self, random: Random) -> None:
         """Attend some sequences, with random options, and compare with float64 over the dictionary."""
-        layout = self.layout
         chosen = random.sample(self.sequences, min(len(self.sequences), random.randint(1, 3)))
-        if not chosen:
-            return
         query_lens = [min(s.length, random.choice([0, 1, 1, 2, 5])) for s in chosen]
+        own: dict[str, torch.Tensor] = {}
+        if random.random() < 0.25:
+            layout, total = self.layout, sum(query_lens)
+            own["key"] = self._tensor(random, total, layout.num_kv_heads, layout.head_size, self.key_size)
+            own["value"] = self._tensor(random, total, layout.num_kv_heads, layout.head_size_v, self.value_size)
+        if chosen:
+            self._attend(random, chosen, query_lens, own)
+
+    def _attend(self, random: Random, chosen: list, query_lens: list[int], own: dict[str, torch.Tensor]) -> None:
+        """Attend the last tokens of sequences; `own` are their raw keys and values, or nothing."""
+        layout = self.layout
         total, heads = sum(query_lens), layout.num_kv_heads * self.group
         query = self._tensor(random, total, heads, layout.head_size, 1 / self.key_size)
         options = self._options(random, len(chosen), heads, max(query_lens))
-        starts = torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32)
-        raw: dict[str, torch.Tensor] = {}
-        if random.random() < 0.25:
-            raw["key"] = self._tensor(random, total, layout.num_kv_heads, layout.head_size, self.key_size)
-            raw["value"] = self._tensor(random, total, layout.num_kv_heads, layout.head_size_v, self.value_size)
-        kept: list[tuple[torch.Tensor, torch.Tensor]] | None = None
-        if random.random() < 0.25:
-            kept = self._raw_rows(random, chosen, max(query_lens), options)
+        kept, rule = self._kept(random, chosen, query_lens, options)
         opts = AttentionOptions(**options)
         if self._refuses(opts):
             return
         dtype = self.dtype if opts.output_scale is None else torch.float8_e4m3fn
-        out = torch.full((total, heads, layout.head_size_v), math.nan).to(dtype)
-        got = self._call(query, chosen, query_lens, random, out=out, return_lse=True, **raw, **options)
+        got = self._call(query, chosen, query_lens, random, **own, **self._outputs(query, dtype), **options)
+        starts = [0, *torch.tensor(query_lens).cumsum(0).tolist()]
         rows = []
         for b, sequence in enumerate(chosen):
             keys, values = self._stored(sequence)
-            if raw and query_lens[b]:
-                own = slice(int(starts[b]), int(starts[b + 1]))
+            if own and query_lens[b]:
                 for pair in [(keys, values)] if kept is None else [(keys, values), kept[b]]:
                     for part, name in zip(pair, ("key", "value"), strict=True):
-                        part[-query_lens[b] :] = raw[name][own].float()
+                        part[-query_lens[b] :] = own[name][starts[b] : starts[b + 1]].float()
             rows.append((keys, values))
-        expected, expected_lse = attend(query, rows, starts.tolist(), opts, kept)
+        expected, expected_lse = attend(query, rows, starts, dataclasses.replace(opts, **rule), kept)
         tolerance = TOLERANCE.get(self.backend, DEFAULT_TOLERANCE)
         scale = 1.0 if opts.output_scale is None else float(opts.output_scale)
         size = max((float(v.nan_to_num(0).abs().max()) for _, v in rows + (kept or []) if len(v)), default=0.0) / scale
         compare("out", got[0].double(), expected, tolerance * size, dtype)
         whole = ~expected.isnan().any(-1)  # a row that a NaN value made NaN may or may not have a log-sum-exp
         compare("lse", got[1].double()[whole], expected_lse[whole], 10 * tolerance, torch.float32)
+        if opts.batch_invariant:
+            b = random.randrange(len(chosen))
+            mine = slice(starts[b], starts[b + 1])
+            alone = {name: value[b : b + 1] if name in PER_SEQUENCE else value for name, value in options.items()}
+            alone["causal"] = opts.causal[b : b + 1] if isinstance(opts.causal, torch.Tensor) else opts.causal
+            own = {name: rows[mine] for name, rows in own.items()}
+            outputs = self._outputs(query[mine], dtype)
+            again = self._call(query[mine], chosen[b : b + 1], query_lens[b : b + 1], random, **own, **outputs, **alone)
+            for name, lone, among in zip(("out", "lse"), again, got, strict=True):
+                same = lone.view(torch.uint8) == among[mine].contiguous().view(torch.uint8)
+                assert same.all(), f"{name}: a row alone and in a batch differ, with batch_invariant"
+
+    def _outputs(self, query: torch.Tensor, dtype: torch.dtype) -> dict[str, Any]:
+        out = torch.full((*query.shape[:2], self.layout.head_size_v), math.nan).to(dtype)
+        return {"out": out, "return_lse": True}
+
+    def _kept(
+        self, random: Random, chosen: list, query_lens: list[int], options: dict
+    ) -> tuple[list[tuple[torch.Tensor, torch.Tensor]] | None, dict[str, int]]:
+        """Add raw rows to the options, or none; return what they hold at every position, and the oracle's options too."""
+        if random.random() < 0.75:
+            return None, {}
+        return self._raw_rows(random, chosen, max(query_lens), options), {}
+
+    def read(self, random: Random) -> None:
+        """Gather a part of a sequence: exactly the stored rows."""
+        if self.sequences:
+            sequence = random.choice(self.sequences)
+            length = random.randint(0, sequence.length)
+            got = gather_and_dequantize(self.kv_cache, self._table([sequence], random)[0], length, self.layout)
+            for rows, expected in zip(got, self._stored(sequence), strict=True):
+                assert torch.equal(rows.nan_to_num(7.0), expected[:length].nan_to_num(7.0)), "rows are not those written"
 
     def _call(self, query: torch.Tensor, chosen: list, query_lens: list[int], random: Random, **arguments: Any) -> Any:
-        """Call `paged_attention` on sequences; table entries past a sequence's pages name no page."""
-        width = max(len(s.pages) for s in chosen) + random.randint(0, 2)
-        table = [s.pages + [random.randrange(2**20)] * (width - len(s.pages)) for s in chosen]
+        """Call `paged_attention` on sequences."""
+        index = random.choice([torch.int32, torch.int64])
         return paged_attention(
             query,
             self.kv_cache,
-            torch.tensor(table, dtype=torch.int32),
-            torch.tensor([s.length for s in chosen], dtype=torch.int32),
-            torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32),
+            self._table(chosen, random),
+            torch.tensor([s.length for s in chosen], dtype=index),
+            torch.tensor([0, *query_lens]).cumsum(0).to(index),
             self.layout,
             backend=self.backend,
             **arguments,
         )
+
+    def _table(self, chosen: list, random: Random) -> torch.Tensor:
+        """Return a block table, perhaps of a wider one; entries past a sequence's pages name no page."""
+        width = max(len(s.pages) for s in chosen) + random.randint(0, 2)
+        wide = random.randint(0, 2)
+        rows = [s.pages + [random.randrange(2**20) for _ in range(width + wide - len(s.pages))] for s in chosen]
+        return torch.tensor(rows, dtype=random.choice([torch.int32, torch.int64]))[:, :width]
 
     def _stored(self, sequence: Any) -> tuple[torch.Tensor, torch.Tensor]:
         size = self.layout.block_size
@@ -294,7 +346,7 @@ class Machine:
             options["mm_prefix_clamp"] = maybe(0.5)
         if maybe(0.1):
             options["output_scale"] = torch.tensor([self.value_size / random.choice([1.0, 100.0])])
-        if maybe(0.1):
+        if maybe(0.2):
             options["batch_invariant"] = True
         return options
 
@@ -318,7 +370,7 @@ class Machine:
 
     def fork(self, random: Random) -> None:
         """Make a second sequence of the same pages; a shared page is not written while it is shared."""
-        if self.sequences:
+        if 0 < len(self.sequences) < MAX_SEQUENCES:
             parent = random.choice(self.sequences)
             for page in parent.pages:
                 self.owners[page] += 1
@@ -361,12 +413,20 @@ class Machine:
         raise AssertionError("a bad write was accepted")
 
 
+Rows = list[tuple[torch.Tensor, torch.Tensor]]
+
+
 @dataclass
 class StoredSequence:
-    """A sequence of a `PagedKVCache`, and what each layer must hold of it."""
+    """A sequence of a `PagedKVCache`, and what each layer must hold of it: in its pages, and raw.
+
+    raw: what was written, or was put back into the ring; at every position. raw_start: the ring lost those before it.
+    """
 
     seq_id: int
-    rows: list[tuple[torch.Tensor, torch.Tensor]]
+    rows: Rows
+    raw: Rows
+    raw_start: int = 0
 
     @property
     def length(self) -> int:
@@ -376,12 +436,35 @@ class StoredSequence:
 class PagedMachine(Machine):
     """The same calls on a `PagedKVCache` of one or two layers: allocation, shared pages, copies on write, a full pool."""
 
+    CALLS = (*Machine.CALLS, "turn", "turn")
+
     def __init__(self, backend: str, seed: int) -> None:
         super().__init__(backend, seed)
         random = Random(seed)
+        self.window, self.sinks = random.choice([(0, 0), (0, 3), (6, 0), (9, 4)])
+        self.raw_dtype = random.choice([torch.float32, self.dtype])
+        if self.window or self.sinks:
+            row = torch.zeros(1, self.sinks + self.window, 1, 1)
+            raw = {"raw_key": row, "raw_value": row, "raw_window": self.window, "raw_sinks": self.sinks}
+            if get_backend(backend).supports(self.layout, AttentionOptions(1.0, **raw), torch.device("cpu")) is not None:
+                self.window = self.sinks = 0
+        fixed = random.random() < 0.5
         self.cache = PagedKVCache(
-            [self.layout] * random.randint(1, 2), num_blocks=random.choice([None, self.blocks]), backend=backend
+            [self.layout] * random.randint(1, 2),
+            num_blocks=self.blocks if fixed else None,
+            backend=backend,
+            window=self.window,
+            sinks=self.sinks,
+            raw_dtype=self.raw_dtype,
         )
+        self.canaries: Rows = []  # allocations, and which of their bytes are no page's
+        for layer in range(len(self.cache.layouts) if fixed else 0):
+            allocation, self.cache.kv_caches[layer] = place(self.layout, self.blocks, **self.pads)
+            outside = torch.ones(len(allocation), dtype=torch.bool)
+            pages = self.cache.kv_caches[layer]
+            outside.as_strided(pages.shape, pages.stride(), pages.storage_offset()).fill_(False)
+            self.canaries.append((allocation, outside))
+        self.before = [kv_cache.clone() for kv_cache in self.cache.kv_caches]
         self.layer = 0
 
     def step(self, call: str, seed: int) -> None:
@@ -389,10 +472,16 @@ class PagedMachine(Machine):
         if self._refuses(None):
             return
         getattr(self, call)(Random(seed))
+        if call in ("attend", "read"):
+            for kv_cache, before in zip(self.cache.kv_caches, self.before, strict=True):
+                assert torch.equal(kv_cache, before), f"{call} wrote to pages"
+            return
         for sequence in self.sequences:
             for layer, expected in enumerate(sequence.rows):
                 for got, rows in zip(self.cache.gather(sequence.seq_id, layer), expected, strict=True):
                     assert torch.equal(got.nan_to_num(7.0), rows.nan_to_num(7.0)), f"{call} changed another sequence's rows"
+        for allocation, outside in self.canaries:
+            assert (allocation[outside] == CANARY).all(), f"{call} wrote beside the pages"
         unused = torch.ones(self.cache.num_blocks, self.cache.block_size, dtype=torch.bool)
         for sequence in self.sequences:
             for i, page in enumerate(self.cache.blocks(sequence.seq_id)):
@@ -401,39 +490,91 @@ class PagedMachine(Machine):
             views = self.layout.views(kv_cache)
             views.key_cache[unused], views.value_cache[unused] = POISON, POISON
             views.k_scale_cache[unused], views.v_scale_cache[unused] = -1, -1
+        self.before = [kv_cache.clone() for kv_cache in self.cache.kv_caches]
 
     def grow(self, random: Random) -> None:
         """Append to old and new sequences; a full pool must refuse and change nothing."""
-        chosen = random.sample(self.sequences, min(len(self.sequences), random.randint(0, 2)))
-        if not chosen or random.random() < 0.5:
-            empty = torch.zeros(0, self.layout.num_kv_heads, self.layout.head_size)
-            empty_v = torch.zeros(0, self.layout.num_kv_heads, self.layout.head_size_v)
-            layers = len(self.cache.layouts)
-            self.sequences.append(StoredSequence(self.cache.add_sequences()[0], [(empty, empty_v)] * layers))
-            chosen.append(self.sequences[-1])
+        chosen = self._choose(random)
         counts = [min(random.choice([0, 1, 1, 3, 17]), MAX_LENGTH - s.length) for s in chosen]
-        raw = [self._rows(random, sum(counts)) for _ in self.cache.layouts]
+        given = [self._rows(random, sum(counts)) for _ in self.cache.layouts]
         try:
-            self.cache.append([s.seq_id for s in chosen], [k for k, _ in raw], [v for _, v in raw], counts)
+            self.cache.append([s.seq_id for s in chosen], [k for k, _ in given], [v for _, v in given], counts)
         except CacheFullError:
             return
+        self._note(chosen, counts, given)
+
+    def turn(self, random: Random) -> None:
+        """Make a step as a model does: room for all layers, then per layer a write and the attention of the new tokens."""
+        chosen = self._choose(random)
+        counts = [min(random.choice([1, 1, 2, RAW_MARGIN + 1, 40]), MAX_LENGTH - s.length) for s in chosen]
+        given = [self._rows(random, sum(counts), 0.0) for _ in self.cache.layouts]
+        try:
+            self.now = self.cache.extend([s.seq_id for s in chosen], counts)
+        except CacheFullError:
+            return
+        for layer, (key, value) in enumerate(given):
+            self.cache.write(self.now, key, value, layer)
+        self._note(chosen, counts, given)
+        long = self.window and max(counts) + self.window - 1 > self.window + RAW_MARGIN
+        self.strict = random.random() < 0.5
+        for self.layer, (key, value) in enumerate(given):
+            passed = bool(long) or random.random() < 0.7
+            self.passed = {"key": key, "value": value, "strict": self.strict} if passed else {}
+            self._attend(random, chosen, counts, {} if self.strict or not passed else {"key": key, "value": value})
+        self.now = self.passed = None
+
+    now: Any = None  # the step of a turn, and its arguments
+    passed: Any = None
+
+    def _choose(self, random: Random) -> list[StoredSequence]:
+        """Return old sequences, perhaps with a new one among them."""
+        chosen = random.sample(self.sequences, min(len(self.sequences), random.randint(0, 2)))
+        if not chosen or (random.random() < 0.5 and len(self.sequences) < MAX_SEQUENCES):
+            empty = torch.zeros(0, self.layout.num_kv_heads, self.layout.head_size)
+            empty_v = torch.zeros(0, self.layout.num_kv_heads, self.layout.head_size_v)
+            rows = [(empty, empty_v)] * len(self.cache.layouts)
+            self.sequences.append(StoredSequence(self.cache.add_sequences()[0], rows, rows))
+            chosen.append(self.sequences[-1])
+        return chosen
+
+    def _note(self, chosen: list[StoredSequence], counts: list[int], given: Rows) -> None:
+        """Enter the tokens of a step, of all layers, into the model; check how they were stored."""
         first = 0
         for sequence, count in zip(chosen, counts, strict=True):
-            rows = []
-            for layer, given in enumerate(raw):
+            self._put_back(sequence, sequence.length - self.window + 1)
+            sequence.raw_start = max(sequence.raw_start, sequence.length + count - self.window - RAW_MARGIN)
+            rows, raw = [], []
+            for layer, pair in enumerate(given):
                 got = self.cache.gather(sequence.seq_id, layer)
-                for new, x, fmt in zip(got, given, (self.layout.k_format, self.layout.v_format), strict=True):
-                    check_decoded(x[first : first + count], new[sequence.length :], fmt)
+                new = [x[first : first + count] for x in pair]
+                for x, stored, fmt in zip(new, got, (self.layout.k_format, self.layout.v_format), strict=True):
+                    check_decoded(x, stored[sequence.length :], fmt)
                 old_and_new = [torch.cat((o, n[len(o) :])) for o, n in zip(sequence.rows[layer], got, strict=True)]
                 rows.append((old_and_new[0], old_and_new[1]))
-            sequence.rows = rows
+                as_kept = [x.to(self.raw_dtype).float() for x in new]
+                raw_rows = [torch.cat((o, n)) for o, n in zip(sequence.raw[layer], as_kept, strict=True)]
+                raw.append((raw_rows[0], raw_rows[1]))
+            sequence.rows, sequence.raw = rows, raw
             first += count
 
-    def _rows(self, random: Random, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _put_back(self, sequence: StoredSequence, first: int) -> None:
+        """Follow a crop below what the ring still has: what a step reads of it from `first` on is as stored."""
+        first, last = max(first, self.sinks), min(sequence.raw_start, sequence.length)
+        if not self.window or first >= last:
+            return
+        raw = []
+        for rows, stored in zip(sequence.raw, sequence.rows, strict=True):
+            pair = [x.clone() for x in rows]
+            for x, y in zip(pair, stored, strict=True):
+                x[first:last] = y[first:last].to(self.raw_dtype).float()
+            raw.append((pair[0], pair[1]))
+        sequence.raw, sequence.raw_start = raw, first
+
+    def _rows(self, random: Random, tokens: int, bad: float = 0.03) -> tuple[torch.Tensor, torch.Tensor]:
         heads = self.layout.num_kv_heads
         return (
-            self._tensor(random, tokens, heads, self.layout.head_size, self.key_size, bad=0.03),
-            self._tensor(random, tokens, heads, self.layout.head_size_v, self.value_size, bad=0.03),
+            self._tensor(random, tokens, heads, self.layout.head_size, self.key_size, bad),
+            self._tensor(random, tokens, heads, self.layout.head_size_v, self.value_size, bad),
         )
 
     def attend(self, random: Random) -> None:
@@ -441,13 +582,30 @@ class PagedMachine(Machine):
         self.layer = random.randrange(len(self.cache.layouts))
         super().attend(random)
 
+    def _kept(
+        self, random: Random, chosen: list, query_lens: list[int], options: dict
+    ) -> tuple[Rows | None, dict[str, int]]:
+        if not self.window and not self.sinks:
+            return (None, {}) if self.now else super()._kept(random, chosen, query_lens, options)
+        for sequence, count in zip(chosen, query_lens, strict=True):
+            if not self.now:
+                oldest = sequence.length - self.window - RAW_MARGIN
+                self._put_back(sequence, max(sequence.length - count - self.window + 1, oldest))
+        kept = [tuple(x.clone() for x in s.raw[self.layer]) for s in chosen]
+        return kept, {"raw_window": self.window, "raw_sinks": self.sinks}
+
     def _call(self, query: torch.Tensor, chosen: list, query_lens: list[int], random: Random, **arguments: Any) -> Any:
-        step = self.cache.view([s.seq_id for s in chosen], query_lens)
-        return self.cache.attend(step, query, self.layer, **arguments)
+        seq_ids = [s.seq_id for s in chosen]
+        if self.now and self.now.seq_ids == tuple(seq_ids):
+            return self.cache.attend(self.now, query, self.layer, **arguments | self.passed)
+        return self.cache.attend(self.cache.view(seq_ids, query_lens), query, self.layer, **arguments)
 
     def _stored(self, sequence: Any) -> tuple[torch.Tensor, torch.Tensor]:
         key, value = sequence.rows[self.layer]
         return key.clone(), value.clone()
+
+    def read(self, random: Random) -> None:
+        """Read nothing: every step reads all there is."""
 
     def crop(self, random: Random) -> None:
         """Drop the last tokens of a sequence, perhaps all."""
@@ -455,13 +613,17 @@ class PagedMachine(Machine):
             sequence = random.choice(self.sequences)
             length = random.randint(0, sequence.length)
             self.cache.crop(sequence.seq_id, length)
-            sequence.rows = [(k[:length], v[:length]) for k, v in sequence.rows]
+            sequence.rows, sequence.raw = (
+                [(k[:length], v[:length]) for k, v in rows] for rows in (sequence.rows, sequence.raw)
+            )
+            sequence.raw_start = min(sequence.raw_start, length)
 
     def fork(self, random: Random) -> None:
         """Fork sequences, one of them perhaps twice."""
-        parents = [random.choice(self.sequences) for _ in range(random.randint(1, 2)) if self.sequences]
+        few = 0 < len(self.sequences) < MAX_SEQUENCES
+        parents = [random.choice(self.sequences) for _ in range(random.randint(1, 2) if few else 0)]
         for parent, seq_id in zip(parents, self.cache.fork([p.seq_id for p in parents]), strict=True):
-            self.sequences.append(StoredSequence(seq_id, list(parent.rows)))
+            self.sequences.append(StoredSequence(seq_id, list(parent.rows), list(parent.raw), parent.raw_start))
 
     def free(self, random: Random) -> None:
         """End one or two sequences."""
@@ -527,15 +689,39 @@ def compare(name: str, got: torch.Tensor, expected: torch.Tensor, tolerance: flo
         raise AssertionError(f"{name}: error {float(error[worst]):.3g} where {float(bound[worst]):.3g} is allowed")
 
 
+MACHINES: tuple[type[Machine], ...] = (Machine, PagedMachine)
+
+
 def run(backend: str, seed: int, calls: Calls) -> tuple[str | None, Machine, int]:
     """Run a list of calls on a fresh machine; return (what failed, or None; the machine; calls that were started)."""
-    machine = (Machine, PagedMachine)[seed % 2](backend, seed)
-    for i, (call, call_seed) in enumerate(calls):
-        try:
-            machine.step(call, call_seed)
-        except Exception:
-            return f"{call}: {traceback.format_exc(limit=-3)}", machine, i + 1
-    return None, machine, len(calls)
+    random = Random(~seed)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(random.choice([1, 1, 2]))
+    if backend == "cpu":
+        _library.use_instruction_set(random.choice(instruction_sets()))
+    machine = MACHINES[seed % 2](backend, seed)
+    try:
+        for i, (call, call_seed) in enumerate(calls):
+            try:
+                machine.step(call, call_seed)
+            except Exception:
+                return f"{call}: {traceback.format_exc(limit=-3)}", machine, i + 1
+        return None, machine, len(calls)
+    finally:
+        torch.set_num_threads(threads)
+        if backend == "cpu":
+            _library.use_instruction_set("")
+
+
+@functools.cache
+def instruction_sets() -> list[str]:
+    """Return those of the CPU kernels that this machine runs."""
+    found = []
+    for name in ("generic", "avx2", "avx512"):
+        with contextlib.suppress(ValueError):
+            _library.use_instruction_set(name)
+            found.append(name)
+    return found
 
 
 def shrink(backend: str, seed: int, calls: Calls) -> Calls:
@@ -557,7 +743,7 @@ def fuzz(backend: str, seconds: float, seed: int) -> tuple[int, str | None]:
     while time.monotonic() < end:
         random = Random(seed)
         calls = [("grow", random.getrandbits(40))] * 2
-        calls += [(random.choice(Machine.CALLS), random.getrandbits(40)) for _ in range(60)]
+        calls += [(random.choice(MACHINES[seed % 2].CALLS), random.getrandbits(40)) for _ in range(60)]
         failure, machine, started = run(backend, seed, calls)
         if failure is not None:
             smallest = shrink(backend, seed, calls[:started])
@@ -575,15 +761,17 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=None, help="the first seed (default: from the clock)")
     parser.add_argument("--backend", default=None, help="one backend (default: every one that serves CPU tensors)")
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        take_numpy_2_4()
     backends = [arguments.backend] if arguments.backend else usable_backends()
     seed = int(time.time()) if arguments.seed is None else arguments.seed
-    findings = 0
+    findings = total = 0
     for backend in backends:
         made, failure = fuzz(backend, arguments.seconds / len(backends), seed)
         print(f"{backend}: seeds from {seed}, {made} calls, {'no findings' if failure is None else failure}", flush=True)
         findings += failure is not None
-    print(f"findings: {findings}")
+        total += made
+    print(f"calls: {total}, findings: {findings}")
     return 1 if findings else 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ from tiny_models import save_tiny_model
 from typer.testing import CliRunner
 
 import nibblekv
-from nibblekv import benchmarking, cli
+from nibblekv import benchmarking, benchmarking_cuda, cli
 from nibblekv.cli import demo
 from nibblekv.cli.app import app
 from nibblekv.cli.common import format_bytes, parse_bytes
@@ -136,6 +137,33 @@ def test_bench_attention_prints_the_rows_of_the_benchmark(tmp_path, monkeypatch)
     assert read_rows(path) == [row]
 
 
+def test_bench_attention_cuda_selects_shapes_saves_as_it_goes_and_resumes(tmp_path, monkeypatch):
+    """Catches a run whose rows are lost when a time limit cuts it off, and one that measures again what it has."""
+    path, plot = tmp_path / "attention.json", tmp_path / "attention.svg"
+    rows = [
+        {"op": "decode", "shape": name, "format": "int4 (planar)", "time_us": 80.0} for name in ("8 x 8,192", "1 x 1,024")
+    ]
+    rows[0] |= {"fa3_us": 240.0, "roof_us": 60.0, "ratio_to_fa3": 3.0, "ratio_to_roof": 0.75}
+    calls = []
+
+    def bench(formats, shapes, done, progress, save):
+        calls.append((formats, [f"{shape.op} {shape.name}" for shape in shapes], list(done)))
+        save(rows[: len(calls)])
+        if len(calls) == 1:
+            raise RuntimeError("cut off")
+        return rows
+
+    monkeypatch.setattr(benchmarking_cuda, "bench_attention_cuda", bench)
+    command = ("bench", "attention", "--device", "cuda", "--shapes", "decode (8|1) x .,[0-9]{3}$", "--json", str(path))
+    assert "cut off" in invoke(*command, code=1).output
+    assert read_rows(path) == rows[:1]
+    more = ("--plot", str(plot)) if importlib.util.find_spec("matplotlib") else ()
+    assert "3.00" in invoke(*command, "--resume", *more).output
+    assert read_rows(path) == rows
+    assert calls == [(["int4"], ["decode 8 x 8,192", "decode 1 x 1,024"], done) for done in ([], rows[:1])]
+    assert not more or "80.0 (75% of the roof)" in plot.read_text()
+
+
 def test_the_demo_tells_its_whole_story(tiny, tmp_path, monkeypatch):
     """Catches a step that fails after the first minute of a newcomer's time."""
     loaded = load_model(tiny, torch.float32)
@@ -163,8 +191,13 @@ def test_the_demo_tells_its_whole_story(tiny, tmp_path, monkeypatch):
         (("plan", "--memory", "1GiB"), "layers: expected at least 1"),
         (("plan", "--memory", "1GiB", "--model", "x", "--layers", "2"), "expected --model or explicit numbers, got both"),
         (("bench", "attention", "--device", "tpu"), "device: expected cpu or cuda, got 'tpu'"),
+        (
+            ("bench", "attention", "--device", "cuda", "--shapes", "nothing"),
+            "shapes: expected a pattern that matches one of",
+        ),
+        (("bench", "attention", "--plot", "x.svg"), "shapes, resume, plot: expected only with --device cuda"),
     ],
-    ids=["format", "list", "dtype", "text", "model", "memory", "numbers", "both", "device"],
+    ids=["format", "list", "dtype", "text", "model", "memory", "numbers", "both", "device", "shapes", "plot"],
 )
 def test_errors_are_one_sentence(arguments, message):
     """Catches tracebacks, and exit code 0 after an error."""
@@ -199,7 +232,10 @@ def test_bench_serve_prints_figures_and_failures(tmp_path, monkeypatch):
         "ttft_ms": 8.0,
     }
     rows = [{"contender": "int4, nibblekv", **figures}, {"contender": "int4, vLLM", "error": "no GPU"}]
-    monkeypatch.setattr("nibblekv.cli.bench.bench_serve", lambda model, **options: seen.update(options, model=model) or rows)
+    monkeypatch.setattr(
+        "nibblekv.cli.bench.bench_serve",
+        lambda model, **options: seen.update(options, model=model) or options["done"](rows) or rows,
+    )
     output = invoke(
         "bench", "serve", "-m", "folder", "--requests", "0", "--engine", '{"seed": 1}', "--json", str(path)
     ).output

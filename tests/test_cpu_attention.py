@@ -365,6 +365,21 @@ def test_raw_rows_that_cross_tiles(instruction_set: str, window: int, sinks: int
     assert_equals_reference(batch, key=batch.key, value=batch.value, **raw, **options)
 
 
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan], ids=str)
+def test_a_raw_key_that_is_not_finite(instruction_set: str, bad: float):
+    """Catches a score of +inf whose softmax is a finite something: a NaN row by IEEE arithmetic, as the reference has it."""
+    layout = KVCacheLayout.create("int4", num_kv_heads=1, head_size=64)
+    batch = Batch.make(layout, [37], [3], 4)
+    raw = batch.raw(0, 4)
+    raw["raw_key"][0, 2, 0, 5] = bad
+    out = batch.attend(backend="cpu", **raw)
+    expected = batch.attend(backend="reference", **raw)
+    assert 0 < int(expected.isnan().sum()) <= expected.numel()
+    assert torch.equal(out.isnan(), expected.isnan())
+    finite = ~expected.isnan()
+    assert (out[finite] - expected[finite]).abs().max() < 1e-3 if finite.any() else True
+
+
 @pytest.mark.parametrize("format", list(FORMATS))
 @pytest.mark.parametrize(("head_size", "head_size_v"), [(40, 80), (128, 128), (192, 128), (256, 512)])
 def test_raw_rows_beside_every_format(instruction_set: str, format: str, head_size: int, head_size_v: int):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import time
 import zipfile
 from pathlib import Path
@@ -62,6 +63,7 @@ def tiny_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: Path) -> D
     def copy(gguf: Path, folder: Path, progress: models.Progress | None) -> None:
         folder.mkdir()
         (folder / "model.gguf").write_bytes(gguf.read_bytes())
+        (folder / "sha256.json").write_text(json.dumps({"model.gguf": sha256(gguf.read_bytes())}))
 
     monkeypatch.setattr(models, "_convert_gguf", copy)
     return model

@@ -1,7 +1,9 @@
 """Times of the operations beside torch's own attention on raw tensors, in one run, with an error gate.
 
 A ratio is only as good as its baseline: torch's fastest arrangement of the same attention is searched for in every row.
-Calls are interleaved (ours, theirs, ours, ...), so that a busy machine slows both, and medians are compared.
+Turns are interleaved (ours, theirs, ours, ...), so that a busy machine slows both, and medians are compared. A turn of
+decode calls one arrangement for `LAYERS` caches one after another, as a step of a model does: no cache is still near the
+core when its turn comes again, but the code is.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,10 +23,13 @@ __all__ = ["MAX_ERROR", "SHAPES", "bench_attention_cpu"]
 
 # Above this error against float64 over the same pages a row has no ratio.
 MAX_ERROR = 1e-3
+# Caches of a turn of decode.
+LAYERS = 4
 # (query heads, KV heads, head size) of Llama-3-8B's and SmolLM2-135M's layers.
 SHAPES = ((32, 8, 128), (9, 3, 64))
 
-Arrangements = dict[str, Callable[[], object]]
+Calls = list[Callable[[], object]]  # of a turn
+Arrangements = dict[str, Calls]
 
 
 def bench_attention_cpu(
@@ -46,7 +52,7 @@ def bench_attention_cpu(
         backend: see `select_backend`.
         contexts, prefill_tokens: tokens.
         threads: of torch; its setting is restored.
-        repeats: calls of each arrangement, after two that are not timed.
+        repeats: turns of each arrangement, after two that are not timed.
         progress: called with a line before each measurement.
 
     Returns:
@@ -74,16 +80,17 @@ def bench_attention_cpu(
     return rows
 
 
-def _row(ours: Callable[[], object], theirs: Arrangements, error: float | None, repeats: int) -> dict[str, Any]:
+def _row(ours: Calls, theirs: Arrangements, error: float | None, repeats: int) -> dict[str, Any]:
     calls = {"": ours, **theirs}
     times: dict[str, list[float]] = {name: [] for name in calls}
     with torch.no_grad():
         for turn in range(repeats + 2):
-            for name, call in calls.items():
+            for name, turn_calls in calls.items():
                 begin = time.perf_counter()
-                call()
+                for call in turn_calls:
+                    call()
                 if turn >= 2:
-                    times[name].append((time.perf_counter() - begin) * 1e6)
+                    times[name].append((time.perf_counter() - begin) * 1e6 / len(turn_calls))
     medians = {name: statistics.median(values) for name, values in times.items()}
     baseline = min(theirs, key=medians.__getitem__)
     good = error is None or error <= MAX_ERROR
@@ -96,33 +103,33 @@ def _row(ours: Callable[[], object], theirs: Arrangements, error: float | None, 
     }
 
 
-Job = Callable[[], tuple[str, str, Callable[[], object], Arrangements, float | None]]
+Job = Callable[[], tuple[str, str, Calls, Arrangements, float | None]]
 
 
 def _decode(shape: tuple[int, int, int], name: str, backend: str, context: int) -> Job:
-    def make() -> tuple[str, str, Callable[[], object], Arrangements, float | None]:
+    def make() -> tuple[str, str, Calls, Arrangements, float | None]:
         heads, kv_heads, head_size = shape
-        state = _State(shape, name, context, 1)
-
-        def ours() -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-            return paged_attention(*state.inputs, out=state.out, backend=backend)
-
-        ours()
+        states = [_State(shape, name, context, 1) for _ in range(LAYERS)]
+        ours: Calls = [partial(paged_attention, *state.inputs, out=state.out, backend=backend) for state in states]
         theirs: Arrangements = {}
         for dtype in (torch.bfloat16, torch.float32):
-            # [1, KV heads, group, head_size]: the heads of a group as rows, which torch does not find by itself.
-            packed = state.query.view(1, kv_heads, heads // kv_heads, head_size).to(dtype)
-            query = state.query.transpose(0, 1)[None].to(dtype)
-            key, value = (x.transpose(0, 1)[None].to(dtype).contiguous() for x in (state.key, state.value))
-            theirs[f"SDPA {_short(dtype)}, packed heads"] = _sdpa(packed, key, value)
-            theirs[f"SDPA {_short(dtype)}, enable_gqa"] = _sdpa(query, key, value, enable_gqa=True)
-        return "decode", f"{heads}/{kv_heads} D={head_size} L={context}", ours, theirs, state.error(state.query, backend)
+            packed, grouped = f"SDPA {_short(dtype)}, packed heads", f"SDPA {_short(dtype)}, enable_gqa"
+            theirs |= {packed: [], grouped: []}
+            for state in states:
+                # [1, KV heads, group, head_size]: the heads of a group as rows, which torch does not find by itself.
+                rows = state.query.view(1, kv_heads, heads // kv_heads, head_size).to(dtype)
+                query = state.query.transpose(0, 1)[None].to(dtype)
+                key, value = (x.transpose(0, 1)[None].to(dtype).contiguous() for x in (state.key, state.value))
+                theirs[packed].append(_sdpa(rows, key, value))
+                theirs[grouped].append(_sdpa(query, key, value, enable_gqa=True))
+        error = states[0].error(states[0].query, backend)
+        return "decode", f"{heads}/{kv_heads} D={head_size} L={context}", ours, theirs, error
 
     return make
 
 
 def _prefill(shape: tuple[int, int, int], name: str, backend: str, tokens: int) -> Job:
-    def make() -> tuple[str, str, Callable[[], object], Arrangements, float | None]:
+    def make() -> tuple[str, str, Calls, Arrangements, float | None]:
         heads, kv_heads, head_size = shape
         state = _State(shape, name, tokens, tokens)
 
@@ -133,16 +140,18 @@ def _prefill(shape: tuple[int, int, int], name: str, backend: str, tokens: int) 
         query, key, value = (x.transpose(0, 1)[None].contiguous() for x in (state.query, state.key, state.value))
         repeated = [x.repeat_interleave(heads // kv_heads, 1) for x in (key, value)]
         for dtype in (torch.bfloat16, torch.float32):
-            theirs[f"SDPA {_short(dtype)}, repeated heads"] = _sdpa_in(dtype, query, *repeated, is_causal=True)
-            theirs[f"SDPA {_short(dtype)}, enable_gqa"] = _sdpa_in(dtype, query, key, value, is_causal=True, enable_gqa=True)
+            theirs[f"SDPA {_short(dtype)}, repeated heads"] = [_sdpa_in(dtype, query, *repeated, is_causal=True)]
+            theirs[f"SDPA {_short(dtype)}, enable_gqa"] = [
+                _sdpa_in(dtype, query, key, value, is_causal=True, enable_gqa=True)
+            ]
         few = state.query[-8:].contiguous()
-        return "prefill", f"{heads}/{kv_heads} D={head_size} T={tokens}", ours, theirs, state.error(few, backend)
+        return "prefill", f"{heads}/{kv_heads} D={head_size} T={tokens}", [ours], theirs, state.error(few, backend)
 
     return make
 
 
 def _write(shape: tuple[int, int, int], name: str, backend: str) -> Job:
-    def make() -> tuple[str, str, Callable[[], object], Arrangements, float | None]:
+    def make() -> tuple[str, str, Calls, Arrangements, float | None]:
         heads, kv_heads, head_size = shape
         state = _State(shape, name, 4096, 1)
         key, value, slot = state.key[:1].clone(), state.value[:1].clone(), torch.tensor([1234])
@@ -155,7 +164,7 @@ def _write(shape: tuple[int, int, int], name: str, backend: str) -> Job:
         def ours() -> None:
             reshape_and_cache(key, value, kv_cache, slot, layout, backend=backend)
 
-        return "write", f"{heads}/{kv_heads} D={head_size} T=1", ours, {"index_put bf16": theirs}, None
+        return "write", f"{heads}/{kv_heads} D={head_size} T=1", [ours], {"index_put bf16": [theirs]}, None
 
     return make
 

@@ -17,6 +17,7 @@ import functools
 import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -412,6 +413,10 @@ class PagedKVCache:
                 out, None, None, None, step.max_query_len, step.max_seq_len,
             )  # fmt: skip
             return out
+        lengths: dict[str, Any] = {}
+        if reads_own and not query.is_cpu and "host_lengths" not in options:
+            starts = [0, *accumulate(step.num_tokens)]
+            lengths["host_lengths"] = starts, [self._sequences[seq_id].length for seq_id in step.seq_ids]
         result = ops.paged_attention(
             query,
             kv_cache,
@@ -425,6 +430,7 @@ class PagedKVCache:
             max_seq_len=step.max_seq_len,
             backend=self.backend,
             **raw,
+            **lengths,
             **options,
         )
         if query.shape[0] and not {"out", "return_lse", "output_scale"} & options.keys():
@@ -670,36 +676,37 @@ class PagedKVCache:
         for count in counts:
             starts.append(starts[-1] + count)
         rows = self._rows(sequences)
-        # One host tensor, so one copy to the device: lengths, starts, slots.
+        # One host tensor, so one copy to the device: lengths, starts, rows for the unquantized store, slots.
         num_seqs = len(lengths)
+        tokens, places = self._raw_places(sequences, counts) if self._raw_rows else (None, None)
+        first = 2 * num_seqs + 1 + len(tokens or ())
+        end = first + len(places or ())
+        meta_list = [*lengths, *starts, *(tokens or ()), *(places or ())]
         if max(counts, default=0) <= 1:
             size = self.block_size
             slots = [
                 s.blocks[-1] * size + (s.length - 1) % size for s, count in zip(sequences, counts, strict=True) if count
             ]
-            meta = torch.tensor(lengths + starts + slots, dtype=torch.int32)
+            meta = torch.tensor(meta_list + slots, dtype=torch.int32)
         else:
-            meta = torch.tensor(lengths + starts, dtype=torch.int32)
+            meta = torch.tensor(meta_list, dtype=torch.int32)
             meta = torch.cat((meta, *(self._slots(s, count) for s, count in zip(sequences, counts, strict=True))))
         meta = meta.to(self.device)
-        raw_tokens, raw_slots = self._raw_slots(sequences, counts) if self._raw_rows else (None, None)
         return CacheStep(
             tuple(seq_ids),
             counts,
-            meta[2 * num_seqs + 1 :],
+            meta[end:],
             self._block_table[rows],
             meta[:num_seqs],
             meta[num_seqs : 2 * num_seqs + 1],
             max(counts, default=0),
             max(lengths, default=0),
             rows,
-            raw_tokens,
-            raw_slots,
+            None if tokens is None else meta[2 * num_seqs + 1 : first].long(),
+            None if places is None else meta[first:end].long(),
         )
 
-    def _raw_slots(
-        self, sequences: list[_Sequence], counts: tuple[int, ...]
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def _raw_places(self, sequences: list[_Sequence], counts: tuple[int, ...]) -> tuple[list[int] | None, list[int] | None]:
         """Return which of the last tokens the unquantized store keeps, and where; None for all, or for none."""
         if max(counts, default=0) <= 1 and (self.window or all(s.length <= self.sinks for s in sequences)):
             slots = []  # as below, for one token of each, in half the time
@@ -708,7 +715,7 @@ class PagedKVCache:
                     position = sequence.length - 1
                     row = position if position < self.sinks else self._raw_row(position)
                     slots.append(sequence.row * self._raw_rows + row)
-            return None, torch.tensor(slots, dtype=torch.long, device=self.device)
+            return None, slots
         tokens: list[int] = []
         slots = []
         begin = 0
@@ -721,10 +728,7 @@ class PagedKVCache:
             rows = [p if p < self.sinks else self._raw_row(p) for p in kept]
             slots += [sequence.row * self._raw_rows + row for row in rows]
             begin += count
-        if not tokens:
-            return None, None
-        pair = torch.tensor([tokens, slots], dtype=torch.long, device=self.device)
-        return pair[0], pair[1]
+        return (tokens, slots) if tokens else (None, None)
 
     def _slots(self, sequence: _Sequence, count: int) -> torch.Tensor:
         """Slots of the last `count` tokens, [count] int32."""

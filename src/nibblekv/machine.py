@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import os
 import platform
 import shutil
 import subprocess
+import tempfile
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
-__all__ = ["cpu_features", "machine", "versions"]
+__all__ = ["cpu_features", "machine", "versions", "write_report"]
 
 # Instruction sets that the CPU kernels can use, as Linux names them.
 CPU_FEATURES = ("avx2", "fma", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "amx_int8", "asimd", "asimddp", "i8mm")
@@ -63,6 +67,19 @@ def machine() -> dict[str, Any]:
     }
 
 
+def write_report(path: Path | None, command: str, rows: Sequence[dict[str, Any]], **more: Any) -> None:
+    """Write a command line, the machine, and rows to a JSON file, whole or not at all; nothing if path is None."""
+    if path is None:
+        return
+    text = json.dumps({"command": command, "machine": machine(), **more, "rows": list(rows)}, indent=1) + "\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}-", delete=False) as file:
+        file.write(text)
+    os.chmod(file.name, 0o644)
+    os.replace(file.name, path)
+
+
+@functools.cache  # a benchmark writes its rows again and again; to ask takes up to a second
 def _gpu_driver() -> str | None:
     if not torch.cuda.is_available() or shutil.which("nvidia-smi") is None:
         return None

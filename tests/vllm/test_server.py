@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 from conftest import environment
 
+import nibblekv
+
 START_SECONDS = 240
 
 
@@ -83,3 +85,4 @@ def test_chat_completion_and_streaming_say_the_same(server):
     assert "nibblekv stores the KV cache of int4_per_token_head as int4 keys and int4 values" in log.read_text()
     metrics = urllib.request.urlopen(f"{address}/metrics", timeout=10).read().decode()
     assert 'cache_dtype="int4_per_token_head"' in metrics
+    assert f'kv_cache_backend="nibblekv {nibblekv.__version__}"' in metrics

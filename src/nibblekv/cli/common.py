@@ -8,7 +8,6 @@ import json
 import os
 import shlex
 import sys
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -21,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from nibblekv.formats import FORMATS
-from nibblekv.machine import machine
+from nibblekv.machine import write_report
 from nibblekv.models import DEMO_MODELS
 
 # Tables need room where no terminal says how wide it is.
@@ -83,6 +82,17 @@ def parse_dtype(name: str) -> torch.dtype | str:
     return DTYPES.get(name, name)
 
 
+def parse_object(name: str, text: str) -> dict[str, Any]:
+    """Read a JSON object from an option of that name."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise ValueError(f"{name}: expected a JSON object, got {text!r}")
+    return value
+
+
 @contextlib.contextmanager
 def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
     """Yield progress(stage, done, total), shown on stderr while the block runs; bytes are shown as MB."""
@@ -126,15 +136,7 @@ def print_table(title: str, rows: Sequence[dict[str, Any]], columns: Columns) ->
 
 def write_json(path: Path | None, rows: Sequence[dict[str, Any]], **more: Any) -> None:
     """Write rows, the command line and the machine to a file, whole or not at all; nothing if path is None."""
-    if path is None:
-        return
-    command = shlex.join(["nibblekv", *sys.argv[1:]])
-    text = json.dumps({"command": command, "machine": machine(), **more, "rows": list(rows)}, indent=1) + "\n"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}-", delete=False) as file:
-        file.write(text)
-    os.chmod(file.name, 0o644)
-    os.replace(file.name, path)
+    write_report(path, shlex.join(["nibblekv", *sys.argv[1:]]), rows, **more)
 
 
 def format_bytes(size: float) -> str:

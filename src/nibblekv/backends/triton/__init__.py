@@ -1,13 +1,14 @@
 """The GPU backend: portable Triton kernels for NVIDIA (compute capability 8.0 and newer) and AMD.
 
-Beside them, behind the same functions, `hopper/` writes `int4` rows and decodes planar `int4` pages on compute capability
-9.0; a call that it does not serve (its `supports` says why) takes the portable kernels.
+Beside them, behind the same functions, `hopper/` writes 4-bit rows and decodes pages of every format, for plain options,
+on compute capability 9.0; a call that it does not serve (its `supports` says why) takes the portable kernels.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib.util
+from collections.abc import Sequence
 
 import torch
 
@@ -16,6 +17,9 @@ from nibblekv.options import AttentionOptions
 
 OLDEST_CAPABILITY = (8, 0)
 HOPPER = (9, 0)
+# Tokens to which the bound on a sequence's length is rounded up before a call is planned.
+REACH = 256
+MOST_SKEW = 8
 
 
 def unavailable_reason() -> str | None:
@@ -30,9 +34,7 @@ def unavailable_reason() -> str | None:
 
 
 def supports(layout: KVCacheLayout, options: AttentionOptions | None, device: torch.device) -> str | None:
-    """Return why this backend cannot serve a call, or None: every layout, every option but raw rows, on a GPU."""
-    if options is not None and options.raw_key is not None:
-        return "its kernels do not read a raw window and sinks yet (raw_window, raw_sinks)"
+    """Return why this backend cannot serve a call, or None: every layout and every option, on a GPU."""
     if device.type == "cpu":
         return None if _interpreting() else "its kernels need a GPU, the tensors are on the CPU"
     if device.type != "cuda":
@@ -46,15 +48,24 @@ def reshape_and_cache(
     key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor, layout: KVCacheLayout
 ) -> None:
     """Quantize rows and write them to their slots; see `nibblekv.reshape_and_cache`."""
-    if _is_hopper(key.device):
-        from nibblekv.backends.triton import hopper
+    from nibblekv.backends.triton.launch import replay
 
-        if hopper.write_supports(key, value, layout):
-            hopper.write_rows(key, value, kv_cache, slot_mapping, layout)
-            return
-    from nibblekv.backends.triton import write
+    def write() -> None:
+        if _is_hopper(key.device):
+            from nibblekv.backends.triton import hopper
 
-    write.reshape_and_cache(key, value, kv_cache, slot_mapping, layout)
+            if hopper.write_supports(key, value, layout):
+                hopper.write_rows(key, value, kv_cache, slot_mapping, layout)
+                return
+        from nibblekv.backends.triton import write
+
+        write.reshape_and_cache(key, value, kv_cache, slot_mapping, layout)
+
+    replay(
+        ("write", id(layout), key.dtype, slot_mapping.dtype, key.shape, key.stride(), value.stride(),
+         kv_cache.shape, kv_cache.stride()),
+        (key, value, kv_cache, slot_mapping), layout, write,
+    )  # fmt: skip
 
 
 def paged_attention(
@@ -73,34 +84,49 @@ def paged_attention(
     max_seq_len: int,
 ) -> None:
     """Attend over packed pages into `out` (and `lse`); see `nibblekv.paged_attention`."""
-    from nibblekv.backends.triton import attention, prefill
+    if key is not None and value is not None:
+        from nibblekv.backends.triton import prefill
 
-    if key is None or value is None:
-        if _hopper_serves(query, kv_cache, layout, options, max_query_len):
-            from nibblekv.backends.triton import hopper
-
-            hopper.decode(
-                query,
-                kv_cache,
-                block_table,
-                seq_lens,
-                query_start_loc,
-                layout,
-                options,
-                out,
-                lse,
-                max_query_len,
-                max_seq_len,
-            )
-            return
-        attention.attend(
-            query, kv_cache, block_table, seq_lens, query_start_loc, layout, options, out, lse, max_query_len, max_seq_len
-        )
-    else:
         prefill.attend(
             query, kv_cache, block_table, seq_lens, query_start_loc, layout, options, out, lse, key, value,
             max_query_len, max_seq_len,
         )  # fmt: skip
+        return
+    from nibblekv.backends.triton.launch import replay
+
+    # A bound that grows by one each step would make every step a call of its own.
+    reach = -(-max_seq_len // REACH) * REACH
+    skew = 1 if options.host_lengths is None else _skew(options.host_lengths[1])
+    tensors = (
+        options.causal if isinstance(options.causal, torch.Tensor) else None, options.rswa_prefix_lens, options.alibi_slopes,
+        options.sinks, options.qq_bias, options.mm_prefix_ranges, options.output_scale, options.raw_key, options.raw_value,
+    )  # fmt: skip
+
+    def attend() -> None:
+        from nibblekv.backends.triton import attention, hopper
+
+        inputs = (query, kv_cache, block_table, seq_lens, query_start_loc, layout, options, out, lse, max_query_len, reach)
+        if _hopper_serves(query, kv_cache, layout, options, max_query_len):
+            hopper.decode(*inputs, skew=skew)
+        else:
+            attention.attend(*inputs, skew=skew)
+
+    replay(
+        ("read", id(layout), query.dtype, query.shape, query.stride(), kv_cache.shape[1:], kv_cache.stride(),
+         block_table.dtype, block_table.stride(0), seq_lens.dtype, seq_lens.shape, query_start_loc.dtype,
+         out.dtype, out.stride(), max_query_len, reach, skew,
+         options.softmax_scale, options.causal if tensors[0] is None else None, options.sliding_window,
+         options.chunk_lookback, options.rswa_window, options.softcap, options.alibi_sqrt, options.mm_prefix_clamp,
+         options.batch_invariant, options.raw_window, options.raw_sinks,
+         *[None if t is None else (t.dtype, t.shape, t.stride()) for t in tensors]),
+        (query, kv_cache, block_table, seq_lens, query_start_loc, out, lse, *tensors), layout, attend,
+    )  # fmt: skip
+
+
+def _skew(lengths: Sequence[int]) -> int:
+    """Return how many times as long as the mean the longest sequence is, 1 to `MOST_SKEW`: so many times as many splits let
+    it fill the device when the others have ended."""
+    return max(1, min(MOST_SKEW, round(max(lengths) * len(lengths) / max(1, sum(lengths)))))
 
 
 def _hopper_serves(

@@ -9,7 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from nibblekv.backends.triton.launch import capture_safe, cdiv, launch, next_power_of_2
+from nibblekv.backends.triton import _is_hopper
+from nibblekv.backends.triton.launch import capture_safe, cdiv, launch, next_power_of_2, persist, scratch
 from nibblekv.rotation import RotationKind, inverse_gain, rotation_factors, rotation_matrix
 
 
@@ -53,12 +54,12 @@ def matrix(kind: RotationKind, head_size: int, inverse: bool, dtype: torch.dtype
     exact = _is_signs(kind, head_size)
     m = m.round().to(dtype) if exact else m.to(torch.float32)
     if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
-        return m.to(device)
+        return persist(m.to(device))
     side = torch.cuda.Stream(device)
     with torch.cuda.stream(side):
         copied = m.pin_memory().to(device, non_blocking=True)
     side.synchronize()
-    return copied
+    return persist(copied)
 
 
 @functools.cache
@@ -151,7 +152,10 @@ def rotate(
             f"x: expected 2 or 3 dimensions, the last contiguous, got shape {tuple(x.shape)}, strides {x.stride()}"
         )
     if out is None:
-        out = torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
+        if (dtype or x.dtype) == torch.float32:
+            out = scratch(x.numel(), x.device).view(x.shape)
+        else:
+            out = torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
     elif out.shape != x.shape or out.stride(-1) != 1:
         raise ValueError(f"out: expected shape {tuple(x.shape)}, the last dimension contiguous, got {tuple(out.shape)}")
     rows, target = (x[:, None], out[:, None]) if x.dim() == 2 else (x, out)
@@ -159,6 +163,15 @@ def rotate(
     num_rows = num_tokens * num_heads
     if num_rows == 0:
         return out
+    if _is_hopper(x.device) and (x.dim() == 2 or all(t.stride(0) == num_heads * t.stride(1) for t in (x, out))):
+        from nibblekv.backends.triton import hopper
+
+        flat, flat_out = rows.flatten(0, 1), target.flatten(0, 1)
+        if hopper.rotate_supports(flat, flat_out, kind):
+            hopper.rotate(
+                flat, flat_out, kind, inverse, gain * (backward_gain if inverse else forward_gain)(kind, head_size)
+            )
+            return out
     size = padded(head_size)
     block = (64 if size <= 256 else 32) if num_rows >= 8192 else 16
     with capture_safe(x.device):

@@ -15,6 +15,7 @@ Each backend defines all of these hooks; a release calls the ones that it knows.
 from __future__ import annotations
 
 import functools
+import weakref
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,15 +27,17 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionType
 
 from nibblekv.formats import check_head_size, get_format
 from nibblekv.integrations.vllm.settings import DTYPES, Settings
+from nibblekv.integrations.vllm.transfer import name_pages
 from nibblekv.layout import KVCacheLayout
 from nibblekv.ops import paged_attention, reshape_and_cache
 
 logger = init_logger("vllm.nibblekv")
 
-# Settings and cache dtype of the model that this process has built last: vLLM calls some hooks outside its configuration
-# context.
+# Settings, cache dtype and owner of the layers of the model that this process has built last: vLLM calls some hooks outside
+# its configuration context. The layers hold the cache, so they are not kept alive.
 _last_settings: Settings | None = None
 _last_dtype: str | None = None
+_last_compilation: weakref.ref[Any] | None = None
 
 
 @dataclass
@@ -42,23 +45,28 @@ class PrefillSplit:
     """Where the prefill requests of a batch begin. vLLM puts requests with few new tokens first.
 
     num_decodes, num_decode_tokens: requests and tokens before the first prefill.
+    num_tokens: all tokens of the batch, without padding.
     query_start_loc: [num_prefills + 1] int32, counted from the first prefill token.
     max_decode_len: longest query of the first part.
+    host_lengths: of the prefills, see `AttentionOptions`; None where the host knows upper bounds only.
     """
 
     num_decodes: int
     num_decode_tokens: int
+    num_tokens: int
     query_start_loc: torch.Tensor
     max_decode_len: int
+    host_lengths: tuple[list[int], list[int]] | None
 
 
 def current_settings() -> Settings:
     """Return the settings of the model being built, else of the last one built, else of the environment."""
-    global _last_settings, _last_dtype
+    global _last_settings, _last_dtype, _last_compilation
     config = get_current_vllm_config_or_none()
     if config is not None:
         _last_settings = Settings.from_environment().updated(config.additional_config)
         _last_dtype = None if config.cache_config is None else config.cache_config.cache_dtype
+        _last_compilation = weakref.ref(config.compilation_config)
     elif _last_settings is None:
         return Settings.from_environment()
     return _last_settings
@@ -95,13 +103,28 @@ def layout_of(
 
 
 def customize_spec(spec: Any) -> Any:
-    """Return vLLM's cache spec with the bytes that one (head, token) of the chosen formats takes."""
-    if not is_our_spec(spec) or spec.state_content_bytes is not None:
+    """Return vLLM's cache spec with the bytes that one (head, token) of the chosen formats takes.
+
+    Layers of several head sizes share one pool, in which vLLM enlarges blocks where one page size divides the other, and
+    else pads pages: `int4` rows of 264 and 520 bytes (head sizes 256 and 512) would waste half of the smaller layers' pages.
+    So the larger rows are padded to a multiple of the smallest, 528 bytes.
+    """
+    if spec.state_content_bytes is not None:
         return spec
-    dtype = spec.kv_quant_mode.name.lower()
-    # A spec that is only asked for its bytes per token may have a block size of 1.
-    layout = layout_of(current_settings(), dtype, spec.num_kv_heads, spec.head_size, spec.head_size_v, 16)
-    return replace(spec, state_content_bytes=layout.slot_bytes)
+    settings, dtype = current_settings(), spec.kv_quant_mode.name.lower()
+
+    def slot_bytes(head_size: int, head_size_v: int) -> int:
+        # A spec that is only asked for its bytes per token may have a block size of 1.
+        return layout_of(settings, dtype, spec.num_kv_heads, head_size, head_size_v, 16).slot_bytes
+
+    content = slot_bytes(spec.head_size, spec.head_size_v)
+    compilation = None if _last_compilation is None else _last_compilation()
+    layers = {} if compilation is None else compilation.static_forward_context
+    ours = (layer for layer in layers.values() if getattr(layer, "kv_cache_dtype", None) == dtype)
+    smallest = min((layer.head_size for layer in ours), default=spec.head_size)
+    if spec.head_size == spec.head_size_v and spec.head_size % smallest == 0:
+        content = max(content, spec.head_size // smallest * slot_bytes(smallest, smallest))
+    return replace(spec, state_content_bytes=content)
 
 
 def kv_cache_shape(
@@ -133,65 +156,171 @@ def split_prefills(common: Any, threshold: int) -> PrefillSplit | None:
         return None
     num_decodes = int(prefills.int().argmax())
     num_decode_tokens = int(starts[num_decodes])
+    lengths = common.seq_lens_cpu_upper_bound
+    # vLLM knows the lengths of prompts; of a request whose drafts it has not verified yet, a bound.
+    known = lengths is not None and common.is_prefilling is not None
+    if known and bool(common.is_prefilling[num_decodes : common.num_reqs].all()):
+        host_starts = (starts[num_decodes:] - num_decode_tokens).tolist()
+        host_lengths = (host_starts, lengths[num_decodes : common.num_reqs].tolist())
+    else:
+        host_lengths = None
     return PrefillSplit(
         num_decodes,
         num_decode_tokens,
+        int(starts[-1]),
         common.query_start_loc[num_decodes : common.num_reqs + 1] - num_decode_tokens,
         int(query_lens[:num_decodes].max()) if num_decodes else 0,
+        host_lengths,
     )
+
+
+class QuantizedBackend:
+    """The part of an attention backend that describes nibblekv's pages: a mixin before one of vLLM's backends."""
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        """Return the spec with our bytes per head and token (vLLM 0.28 and newer)."""
+        return customize_spec(spec) if is_our_spec(spec) else super().customize_spec(spec)  # type: ignore[misc]
+
+    @classmethod
+    def get_kv_cache_shape(
+        cls, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        """Return the cache's shape (vLLM 0.28 and older)."""
+        shape = kv_cache_shape if is_ours(cache_dtype_str) else super().get_kv_cache_shape  # type: ignore[misc]
+        return shape(num_blocks, block_size, num_kv_heads, head_size, cache_dtype_str)
 
 
 class QuantizedAttention:
     """The part of an attention implementation that reads and writes nibblekv's pages, for one layer.
 
-    `configure` is called when the layer is built, and refuses there what could not be served later.
+    A mixin before one of vLLM's implementations, which serves the layers of any other cache dtype. The constructor refuses
+    what could not be served later.
     """
 
-    def configure(
+    # Whether vLLM's own implementation accepts these dtypes and reads their bytes as something else.
+    stock_is_wrong = False
+
+    alibi_slopes: torch.Tensor | None
+    sinks: torch.Tensor | None
+
+    def __init__(
         self,
+        num_heads: int,
         head_size: int,
         scale: float,
         num_kv_heads: int,
+        alibi_slopes: list[float] | None,
         sliding_window: int | None,
         kv_cache_dtype: str,
-        logits_soft_cap: float | None,
-        attn_type: str,
-        kv_sharing_target_layer_name: str | None,
-        use_alibi_sqrt: bool = False,
-        chunk_lookback: int = -1,
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
+        **extra: Any,
     ) -> None:
-        """Keep what the calls need.
+        """Take vLLM's arguments, keep what the calls need, and build vLLM's implementation.
+
+        Args:
+            extra: use_alibi_sqrt and chunk_lookback, from the releases and backends that have them.
 
         Raises:
             ValueError, NotImplementedError: the layer cannot store these pages; the message says what to do.
         """
-        if attn_type != AttentionType.DECODER:
-            raise NotImplementedError(
-                f"kv_cache_dtype: expected 'auto' for a model with {attn_type} attention layers (cross-attention keeps the "
-                f"encoder's keys), got {kv_cache_dtype!r}; run it without --kv-cache-dtype, or name the layers in "
-                "--kv-cache-dtype-skip-layers"
+        self.is_ours = is_ours(kv_cache_dtype)
+        if self.stock_is_wrong and kv_cache_dtype in DTYPES and not self.is_ours:
+            raise ValueError(
+                f"kv_cache_dtype: expected 'auto' on CPU where nibblekv is switched off, got {kv_cache_dtype!r}"
             )
-        check_head_size(head_size)
-        self.nibblekv_settings = current_settings()
-        self.nibblekv_dtype = kv_cache_dtype
-        self.nibblekv_shape = (num_kv_heads, head_size)
-        self.nibblekv_owns_cache = kv_sharing_target_layer_name is None
-        self.nibblekv_options: dict[str, Any] = {
-            "softmax_scale": float(scale),
-            "sliding_window": sliding_window or 0,
-            "softcap": float(logits_soft_cap or 0.0),
-            "alibi_sqrt": use_alibi_sqrt,
-            "chunk_lookback": chunk_lookback,
-            "batch_invariant": self.nibblekv_settings.strict or bool(envs.VLLM_BATCH_INVARIANT),
+        if self.is_ours and attn_type in (AttentionType.ENCODER, AttentionType.ENCODER_ONLY):
+            logger.info_once("nibblekv leaves encoder attention as it is: it keeps no KV cache.")
+            self.is_ours, kv_cache_dtype = False, "auto"
+        if self.is_ours:
+            if attn_type != AttentionType.DECODER:
+                raise NotImplementedError(
+                    f"kv_cache_dtype: expected 'auto' for a model with {attn_type} attention layers (cross-attention keeps "
+                    f"the encoder's keys), got {kv_cache_dtype!r}; run it without --kv-cache-dtype, or name the layers in "
+                    "--kv-cache-dtype-skip-layers"
+                )
+            check_head_size(head_size)
+            name_pages()
+            self.nibblekv_settings = current_settings()
+            self.nibblekv_dtype = kv_cache_dtype
+            self.nibblekv_shape = (num_kv_heads, head_size)
+            self.nibblekv_owns_cache = kv_sharing_target_layer_name is None
+            self.nibblekv_options: dict[str, Any] = {
+                "softmax_scale": float(scale),
+                "sliding_window": sliding_window or 0,
+                "softcap": float(logits_soft_cap or 0.0),
+                "alibi_sqrt": extra.get("use_alibi_sqrt", False),
+                "chunk_lookback": extra.get("chunk_lookback", -1),
+                "batch_invariant": self.nibblekv_settings.strict or bool(envs.VLLM_BATCH_INVARIANT),
+            }
+            k_format, v_format = self.nibblekv_settings.formats(kv_cache_dtype)
+            logger.info_once(
+                "nibblekv stores the KV cache of %s as %s keys and %s values%s.",
+                kv_cache_dtype,
+                k_format,
+                v_format,
+                ", strict mode" if self.nibblekv_settings.strict else "",
+            )
+        super().__init__(  # type: ignore[call-arg]
+            num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype, logits_soft_cap,
+            attn_type, kv_sharing_target_layer_name, sinks, **extra,
+        )  # fmt: skip
+
+    def do_kv_cache_update(
+        self,
+        layer: Any,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Store new keys and values (vLLM's interface)."""
+        if self.is_ours:
+            self.nibblekv_write(layer, key, value, kv_cache, slot_mapping)
+        else:
+            super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)  # type: ignore[misc]
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: torch.Tensor,
+        attn_metadata: Any,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attend one step's queries (vLLM's interface). Without metadata, in the profiling run, the output is 0."""
+        if not self.is_ours:
+            return super().forward(  # type: ignore[misc]
+                layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
+            )  # fmt: skip
+        if output_block_scale is not None:
+            raise NotImplementedError("output_block_scale: expected None, got fused block-scaled output quantization")
+        if attn_metadata is None:
+            self.nibblekv_reserve(query)
+            return output.fill_(0)
+        options: dict[str, Any] = {
+            "causal": attn_metadata.causal,
+            "alibi_slopes": self.alibi_slopes,
+            "sinks": None if self.sinks is None else self.sinks.float(),
         }
-        k_format, v_format = self.nibblekv_settings.formats(kv_cache_dtype)
-        logger.info_once(
-            "nibblekv stores the KV cache of %s as %s keys and %s values%s.",
-            kv_cache_dtype,
-            k_format,
-            v_format,
-            ", strict mode" if self.nibblekv_settings.strict else "",
-        )
+        if attn_metadata.mm_prefix_range_tensor is not None:
+            options["mm_prefix_ranges"] = attn_metadata.mm_prefix_range_tensor
+            options["mm_prefix_clamp"] = getattr(layer, "mm_prefix_clamp_sliding_window", False)
+        if attn_metadata.rswa_prefix_lens is not None:
+            options["rswa_prefix_lens"] = attn_metadata.rswa_prefix_lens
+            options["rswa_window"] = attn_metadata.rswa_window
+        self.nibblekv_attend(layer, query, key, value, kv_cache, attn_metadata, output, output_scale, options)
+        return output
+
+    def nibblekv_reserve(self, query: torch.Tensor) -> None:
+        """Allocate, for vLLM's profiling run to see, what attending so many queries takes; nothing unless overridden."""
 
     def nibblekv_layout(self, layer: torch.nn.Module, kv_cache: torch.Tensor) -> KVCacheLayout:
         """Return the layout of this layer's cache."""
@@ -200,6 +329,13 @@ class QuantizedAttention:
         return layout_of(
             self.nibblekv_settings, self.nibblekv_dtype, num_kv_heads, head_size, head_size_v, kv_cache.shape[2]
         )  # fmt: skip
+
+    def nibblekv_pages(self, kv_cache: torch.Tensor, layout: KVCacheLayout) -> torch.Tensor:
+        """Return the cache as bytes, without what `customize_spec` padded its rows by."""
+        pages = kv_cache.view(torch.uint8)
+        if pages.shape[-1] == layout.slot_bytes:
+            return pages
+        return pages.flatten(-2)[..., : layout.tile_bytes] if layout.page == "planar" else pages[..., : layout.slot_bytes]
 
     def nibblekv_write(
         self,
@@ -211,12 +347,13 @@ class QuantizedAttention:
     ) -> None:
         """Store the new tokens. key and value may be longer than slot_mapping: the rest is padding."""
         num_tokens = min(slot_mapping.shape[0], key.shape[0])
+        layout = self.nibblekv_layout(layer, kv_cache)
         reshape_and_cache(
             key[:num_tokens],
             value[:num_tokens],
-            kv_cache.view(torch.uint8),
+            self.nibblekv_pages(kv_cache, layout),
             slot_mapping[:num_tokens],
-            self.nibblekv_layout(layer, kv_cache),
+            layout,
             backend=self.nibblekv_settings.backend,
         )
 
@@ -243,8 +380,8 @@ class QuantizedAttention:
         options = {**self.nibblekv_options, **options}
         if output_scale is not None:
             options["output_scale"] = output_scale.view(1)
-        cache = kv_cache.view(torch.uint8)
         layout = self.nibblekv_layout(layer, kv_cache)
+        cache = self.nibblekv_pages(kv_cache, layout)
         num_seqs = metadata.seq_lens.shape[0]
         num_decodes = num_seqs if split is None else split.num_decodes
         boundary = num_tokens if split is None else split.num_decode_tokens
@@ -263,7 +400,9 @@ class QuantizedAttention:
                 **_slice_options(options, 0, num_decodes),
             )
         if split is not None and key is not None and value is not None:
+            num_tokens = split.num_tokens
             end = num_decodes + split.query_start_loc.shape[0] - 1
+            options["host_lengths"] = split.host_lengths
             paged_attention(
                 query[boundary:num_tokens],
                 cache,

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from vllm.logger import init_logger
-from vllm.v1.attention.backend import AttentionMetadataBuilder, AttentionType, MultipleOf
+from vllm.v1.attention.backend import AttentionMetadataBuilder, MultipleOf
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
     CPUAttentionBackendImpl,
@@ -17,11 +16,9 @@ from vllm.v1.attention.backends.cpu_attn import (
 from vllm.v1.attention.backends.utils import compute_mm_prefix_range_tensor
 
 from nibblekv.integrations.vllm import attention
-from nibblekv.integrations.vllm.attention import PrefillSplit, QuantizedAttention
+from nibblekv.integrations.vllm.attention import PrefillSplit, QuantizedAttention, QuantizedBackend
 from nibblekv.integrations.vllm.settings import DTYPES
 from nibblekv.layout import BLOCK_SIZE_MULTIPLE
-
-logger = init_logger("vllm.nibblekv")
 
 # New tokens of a request up to which it counts as decoding, draft tokens included.
 DECODE_LEN = 8
@@ -39,8 +36,9 @@ class NibbleKVCPUMetadata:
     block_table: torch.Tensor
     slot_mapping: torch.Tensor
     causal: bool | torch.Tensor
-    mm_prefix_ranges: torch.Tensor | None
+    mm_prefix_range_tensor: torch.Tensor | None
     nibblekv_split: PrefillSplit | None
+    rswa_prefix_lens: torch.Tensor | None = None
 
 
 class NibbleKVCPUMetadataBuilder(CPUAttentionMetadataBuilder):
@@ -74,7 +72,7 @@ class NibbleKVCPUMetadataBuilder(CPUAttentionMetadataBuilder):
             block_table=common.block_table_tensor[: common.num_reqs],
             slot_mapping=common.slot_mapping,
             causal=common.causal,
-            mm_prefix_ranges=compute_mm_prefix_range_tensor(ranges, common.num_reqs, common.seq_lens.device),
+            mm_prefix_range_tensor=compute_mm_prefix_range_tensor(ranges, common.num_reqs, common.seq_lens.device),
             nibblekv_split=attention.split_prefills(common, DECODE_LEN),
         )
 
@@ -82,87 +80,10 @@ class NibbleKVCPUMetadataBuilder(CPUAttentionMetadataBuilder):
 class NibbleKVCPUImpl(QuantizedAttention, CPUAttentionBackendImpl):
     """One layer's attention on CPU."""
 
-    def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int,
-        alibi_slopes: list[float] | None,
-        sliding_window: int | None,
-        kv_cache_dtype: str,
-        logits_soft_cap: float | None = None,
-        attn_type: str = AttentionType.DECODER,
-        kv_sharing_target_layer_name: str | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> None:
-        self.is_ours = attention.is_ours(kv_cache_dtype)
-        if kv_cache_dtype in DTYPES and not self.is_ours:
-            # vLLM's own CPU backend would accept the dtype and read its bytes as something else.
-            raise ValueError(
-                f"kv_cache_dtype: expected 'auto' on CPU where nibblekv is switched off, got {kv_cache_dtype!r}"
-            )
-        if self.is_ours and attn_type in (AttentionType.ENCODER, AttentionType.ENCODER_ONLY):
-            logger.info_once("nibblekv leaves encoder attention as it is: it keeps no KV cache.")
-            self.is_ours, kv_cache_dtype = False, "auto"
-        if self.is_ours:
-            self.configure(
-                head_size, scale, num_kv_heads, sliding_window, kv_cache_dtype, logits_soft_cap, attn_type,
-                kv_sharing_target_layer_name,
-            )  # fmt: skip
-        super().__init__(
-            num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype, logits_soft_cap,
-            attn_type, kv_sharing_target_layer_name, sinks,
-        )  # fmt: skip
-
-    def do_kv_cache_update(
-        self,
-        layer: Any,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
-    ) -> None:
-        """Store new keys and values (vLLM's interface)."""
-        if self.is_ours:
-            self.nibblekv_write(layer, key, value, kv_cache, slot_mapping)
-        else:
-            super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
-
-    def forward(
-        self,
-        layer: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        attn_metadata: Any,
-        output: torch.Tensor,
-        output_scale: torch.Tensor | None = None,
-        output_block_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Attend one step's queries (vLLM's interface). Without metadata, in the profiling run, the output is 0."""
-        if not self.is_ours:
-            return super().forward(
-                layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
-            )  # fmt: skip
-        if output_scale is not None or output_block_scale is not None:
-            raise NotImplementedError("output_scale: expected None on CPU, got fused output quantization")
-        if attn_metadata is None:
-            return output.fill_(0)
-        options: dict[str, Any] = {
-            "causal": attn_metadata.causal,
-            "alibi_slopes": self.alibi_slopes,
-            "sinks": None if self.sinks is None else self.sinks.float(),
-        }
-        if attn_metadata.mm_prefix_ranges is not None:
-            options["mm_prefix_ranges"] = attn_metadata.mm_prefix_ranges
-            options["mm_prefix_clamp"] = getattr(layer, "mm_prefix_clamp_sliding_window", False)
-        self.nibblekv_attend(layer, query, key, value, kv_cache, attn_metadata, output, None, options)
-        return output
+    stock_is_wrong = True
 
 
-class NibbleKVCPUBackend(CPUAttentionBackend):
+class NibbleKVCPUBackend(QuantizedBackend, CPUAttentionBackend):
     """Stands for CPU_ATTN in vLLM's table."""
 
     supported_kv_cache_dtypes: ClassVar[list[Any]] = [*CPUAttentionBackend.supported_kv_cache_dtypes, *DTYPES]
@@ -181,20 +102,6 @@ class NibbleKVCPUBackend(CPUAttentionBackend):
     def get_builder_cls() -> type[NibbleKVCPUMetadataBuilder]:
         """Return the metadata builder class."""
         return NibbleKVCPUMetadataBuilder
-
-    @classmethod
-    def customize_spec(cls, spec: Any) -> Any:
-        """Return the spec with our bytes per head and token (vLLM 0.28 and newer)."""
-        return attention.customize_spec(spec)
-
-    @staticmethod
-    def get_kv_cache_shape(
-        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
-    ) -> tuple[int, ...]:
-        """Return the cache's shape (vLLM 0.28 and older)."""
-        if attention.is_ours(cache_dtype_str):
-            return attention.kv_cache_shape(num_blocks, block_size, num_kv_heads, head_size, cache_dtype_str)
-        return CPUAttentionBackend.get_kv_cache_shape(num_blocks, block_size, num_kv_heads, head_size, cache_dtype_str)
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:

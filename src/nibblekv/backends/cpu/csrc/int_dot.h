@@ -138,13 +138,14 @@ NKV_INLINE void dot4(__m512i& sum, __m512i codes, __m512i operand) {
   sum = s;
 }
 
-// Cache lines that the next stage reads, asked for one by one between dot products: asked for in one go they fill the core's
-// line buffers and stall it (measured: a third of the time). The list is as long as the stage has places that ask.
+// Cache lines of the next tile, asked for one by one between dot products, into the second level: asked for in one go they
+// fill the core's line buffers and stall it (measured: a third of the time). The list is as long as the stage has places
+// that ask.
 struct Prefetches {
   const uint8_t** next;
 };
 
-NKV_INLINE void prefetch(Prefetches& p) { __builtin_prefetch(*p.next++); }
+NKV_INLINE void prefetch(Prefetches& p) { __builtin_prefetch(*p.next++, 0, 2); }
 
 struct KeyRow {  // a query: bytes for the dot products, and what turns sums into scores
   const int32_t* operand;  // uint4: [dword][even high, even low, odd high, odd low]; int8: [dword][high, low]
@@ -303,7 +304,7 @@ static void dot_values(const uint8_t* values, int64_t row_bytes, int64_t quads, 
   for (int64_t chunk = 0; chunk < full; ++chunk)
     dot_values_chunk<kRows, kVectors, kNibbles, false>(values + chunk * 4 * kQuads * 64, quads, rows, chunk * width, ahead);
   if (half_chunk(row_bytes))
-    dot_values_chunk<kRows, kRows == 3 ? 2 : kVectors, kNibbles, true>(values + full * 4 * kQuads * 64, quads, rows, full * width, ahead);
+    dot_values_chunk<kRows, kVectors, kNibbles, true>(values + full * 4 * kQuads * 64, quads, rows, full * width, ahead);
 }
 
 NKV_INLINE int64_t value_accumulator_size(int64_t row_bytes, bool nibbles) {
