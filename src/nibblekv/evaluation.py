@@ -1,7 +1,8 @@
 """Measure what a cache format costs a real model: perplexity, divergence from the unquantized cache, copying, greedy text.
 
 Teacher-forced: one forward per window and format, in which every key and value that attention reads is the stored one
-(`strict`), but for those that a format with a window and sinks reads unquantized (`int4+w32s4`). The reference is the same
+(`strict`), but for those that a format with a window and sinks reads unquantized (`int4+w32s4`). `+calib` at the end of a
+format's name takes the calibration that was saved for the model. The reference is the same
 model in the same dtype with an unquantized cache. Per scored position,
 KL = sum_t p_ref(t) ln(p_ref(t) / p_format(t)) over the vocabulary, in nats.
 """
@@ -157,7 +158,7 @@ def evaluate(
         try:
             with torch.inference_mode():
                 _log_probs(model, format, windows[0, :_PROBE_TOKENS], 0)
-        except (ImportError, NotImplementedError, RuntimeError, ValueError) as error:
+        except (FileNotFoundError, ImportError, NotImplementedError, RuntimeError, ValueError) as error:
             refused[format] = str(error).splitlines()[0]
     served = [format for format in formats if format not in refused]
     tasks = [("text", windows, windows.shape[1] // UNSCORED_FRACTION)]

@@ -72,7 +72,7 @@ def generate_side_by_side(
                 out = generate_tokens(model, inputs, cache, max_new_tokens=new_tokens, **sampling)
                 seconds = time.perf_counter() - begin
                 size = cache_bytes(cache)
-        except (ImportError, NotImplementedError, ValueError) as error:
+        except (FileNotFoundError, ImportError, NotImplementedError, ValueError) as error:
             rows.append({"format": format, "note": str(error).splitlines()[0]})
             continue
         count = out.shape[1] - len(ids)
@@ -136,7 +136,7 @@ def bench_generate(
                 begin = time.perf_counter()
                 tokens[format] = generate_tokens(model, prompt, caches[format], max_new_tokens=1, min_new_tokens=1)
                 prefill = time.perf_counter() - begin
-        except (ImportError, NotImplementedError, ValueError) as error:
+        except (FileNotFoundError, ImportError, NotImplementedError, ValueError) as error:
             rows[format]["note"] = str(error).splitlines()[0]
             caches.pop(format, None)
             continue
