@@ -320,10 +320,14 @@ def attend(
             most = queries_at_once(layout, query.shape[1] // layout.num_kv_heads)
             for begin in range(tokens.start, tokens.stop, most):
                 these = slice(begin, min(begin + most, tokens.stop))
+                its_lens = seq_lens[first:last]
+                if tokens.stop - tokens.start > most:
+                    its_lens = its_lens - (tokens.stop - these.stop)
+                    its_starts = (query_start_loc[first : last + 1] - starts[first]).clamp(max=these.stop - begin)
                 _attend_prefix(
-                    query[these], kv_cache, block_table[first], seq_lens[first:last] - (tokens.stop - these.stop),
-                    its_starts.clamp(max=these.stop - begin), layout, its_options, out[these],
+                    query[these], kv_cache, block_table[first], its_lens, its_starts, layout, its_options, out[these],
                     RawPart(raw.rows[these], raw.lse[these]), lengths[first] - (tokens.stop - tokens.start),
+                    library == VLLM_FLASH,
                 )  # fmt: skip
         first = last
 
@@ -363,7 +367,7 @@ def _attend_window(
         attention.attend(
             query[these], kv_cache, block_table, seq_lens - (num_queries - these.stop),
             query_start_loc.clamp(max=these.stop - begin), layout, bare, its.rows, its.lse, these.stop - begin, max_seq_len,
-            its, config, begin,
+            its, config, own_before=begin,
         )  # fmt: skip
 
 
@@ -378,10 +382,12 @@ def _attend_prefix(
     out: torch.Tensor,
     raw: RawPart,
     context_len: int,
+    by_flash: bool,
 ) -> None:
     """Attend one sequence's queries to its stored prefix, by groups of heads and chunks of context, and merge with `raw`.
 
-    Intermediate merges go to raw's own tensors, the last one to out; raw.lse ends as the whole log-sum-exp.
+    Intermediate merges go to raw's own tensors, the last one to out; raw.lse ends as the whole log-sum-exp. by_flash: vLLM's
+    FlashAttention takes these heads.
     """
     num_queries = query.shape[0]
     group = query.shape[1] // layout.num_kv_heads
@@ -418,17 +424,22 @@ def _attend_prefix(
             values = value_space[: count * heads * layout.head_size_v].view(count, heads, layout.head_size_v)
             _dequantize(kv_cache, table, layout, False, start, head, keys, k_gain)
             _dequantize(kv_cache, table, layout, True, start, head, values, v_gain)
-            if _is_plain(its) and not its_window and _torch_takes(q, keys, values, False):
+            plain = _is_plain(its) and not its_window
+            if plain and not by_flash and _torch_takes(q, keys, values, False):
                 rows, lse = _attend_by_torch(q, keys, values, False, its.softmax_scale)
             else:
                 rows = torch.empty(num_queries, heads * group, layout.head_size_v, dtype=torch.float16, device=device)
-                lse = torch.empty(num_queries, heads * group, dtype=torch.float32, device=device)
-                dense = Dense(keys, values, heads, group, start)
-                its_options = replace(its, raw_window=its_window)
-                _attend_dense(q, dense, seq_lens, query_start_loc, its_options, rows, lse, num_queries)
+                if plain and by_flash:
+                    lse = _attend_stored_by_flash(q, keys, values, its.softmax_scale, rows)
+                else:
+                    lse = torch.empty(num_queries, heads * group, dtype=torch.float32, device=device)
+                    dense = Dense(keys, values, heads, group, start)
+                    its_options = replace(its, raw_window=its_window)
+                    _attend_dense(q, dense, seq_lens, query_start_loc, its_options, rows, lse, num_queries)
             last = piece is pieces[-1]
             _merge(rows, lse, 1, part_raw, part_out if last else part_raw.rows, layout, sinks if last else None,
                    options.output_scale if last else None, 1.0 / v_gain)  # fmt: skip
+            del rows, lse  # before the next ones are allocated
         if not pieces:
             _merge(raw.rows, raw.lse, 0, part_raw, part_out, layout, sinks, options.output_scale, 1.0)
 
@@ -439,13 +450,14 @@ def queries_at_once(layout: KVCacheLayout, group: int) -> int:
 
 
 def workspace_chunks(layout: KVCacheLayout, num_keys: int, num_rows: int) -> tuple[int, int]:
-    """Return (KV heads, keys) that are dequantized at once: as many heads as WORKSPACE_BYTES holds with num_rows rotated
-    queries and rows of each, then as many keys."""
+    """Return (KV heads, keys) that are dequantized at once: of as many heads as half of WORKSPACE_BYTES holds num_rows
+    rotated queries and their rows, as many keys as the rest holds.
+
+    Heads go first: a dense kernel takes 256 rows a multiprocessor, and with two KV heads of four 2,048 queries filled half.
+    """
     most = WORKSPACE_BYTES // (2 * (layout.head_size + layout.head_size_v))
     heads = max(
-        h
-        for h in range(1, layout.num_kv_heads + 1)
-        if layout.num_kv_heads % h == 0 and (h == 1 or h * (num_keys + num_rows) <= most)
+        h for h in range(1, layout.num_kv_heads + 1) if layout.num_kv_heads % h == 0 and (h == 1 or 2 * h * num_rows <= most)
     )
     return heads, min(max(num_keys, 1), max(most // heads - num_rows, 1))
 
@@ -561,6 +573,19 @@ def _attend_chunk_by_torch(
         rows, lse = _attend_by_torch(query[:, q], key[:, kv], value[:, kv], True, softmax_scale)
         raw.rows[:, q] = rows
         raw.lse[:, q] = lse
+
+
+def _attend_stored_by_flash(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, softmax_scale: float, rows: torch.Tensor
+) -> torch.Tensor:
+    """Attend one sequence's queries to all of the keys with vLLM's FlashAttention, into rows; return lse [n, heads]."""
+    count, num_keys = query.shape[0], key.shape[0]
+    starts, key_starts = (torch.arange(0, n + 1, n, dtype=torch.int32, device=query.device) for n in (count, num_keys))
+    _, lse = importlib.import_module(VLLM_FLASH).flash_attn_varlen_func(
+        q=query, k=key, v=value, cu_seqlens_q=starts, cu_seqlens_k=key_starts, max_seqlen_q=count, max_seqlen_k=num_keys,
+        softmax_scale=softmax_scale, causal=False, return_softmax_lse=True, fa_version=_vllm_flash_version(), out=rows,
+    )  # fmt: skip
+    return lse.transpose(0, 1)
 
 
 def _torch_params(
