@@ -120,8 +120,8 @@ def plan(
     """Choose launch parameters from what the host knows: one wave of one-warp blocks.
 
     Eight blocks a multiprocessor keep 139 KB in flight on each; more only lengthen the queues and the merge. At head size
-    256, where a split's rows to merge weigh twice as much, four: one to a scheduler. Tiles of longer rows have half as many tokens. Blocks of
-    raw rows come on top: they are few and short.
+    256, where a split's rows to merge weigh twice as much, four: one to a scheduler. Tiles of longer rows have half as many
+    tokens. Blocks of raw rows come on top: they are few and short.
 
     Args:
         slot_bytes: of a token of one head; default: of 4-bit codes.
