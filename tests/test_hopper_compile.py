@@ -24,7 +24,7 @@ TYPES = {
     **dict.fromkeys(("query", "out"), "*bf16"),
     **dict.fromkeys(("partial", "partial_lse", "lse"), "*fp32"),
     **dict.fromkeys(("block_table", "seq_lens", "query_start_loc"), "*i32"),
-    **dict.fromkeys(("factor", "gain"), "fp32"),
+    **dict.fromkeys(("factor", "gain", "raw_factor", "raw_gain"), "fp32"),
     **dict.fromkeys(("raw_key", "raw_value"), "*bf16"),
     **dict.fromkeys(("block_stride", "head_stride", "raw_seq_stride"), "i64"),
     "kv_cache": "*u8",

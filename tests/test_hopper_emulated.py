@@ -27,8 +27,14 @@ from nibblekv.rotation import rotate, unrotate  # noqa: E402
 T, STAGES = 64, 2
 
 
-def attend(layout, lens, group, query_len, splits, dtype=torch.float16, window=0, causal=True, spoil=None, raw=None):
-    """Return (out, expected): rows of the emulated kernel, merged and rotated back in float64, and exact ones."""
+def attend(
+    layout, lens, group, query_len, splits, dtype=torch.float16, window=0, causal=True, spoil=None, raw=(0, 0), num_raw=0,
+    spoil_raw=None,
+):  # fmt: skip
+    """Return (out, expected): rows of the emulated kernel, merged and rotated back in float64, and exact ones.
+
+    raw: a raw window and sinks, of rows that have nothing to do with the stored ones, in num_raw splits.
+    """
     torch.manual_seed(3)
     head_size, heads, block = layout.head_size, layout.num_kv_heads, layout.block_size
     per_seq = -(-max(lens) // block)
@@ -45,30 +51,29 @@ def attend(layout, lens, group, query_len, splits, dtype=torch.float16, window=0
     tokens, num_heads = len(lens) * query_len, heads * group
     query = (torch.randn(tokens, num_heads, head_size) * 2).to(dtype)
     seq_lens, starts = torch.tensor(lens, dtype=torch.int32), torch.arange(len(lens) + 1, dtype=torch.int32) * query_len
-    raw_window, raw_sinks, raw_splits = raw or (0, 0, 0)
-    slots = splits + raw_splits
-    partial = torch.full((tokens, num_heads, slots, head_size), math.nan)
-    partial_lse = torch.full((tokens, num_heads, slots), math.nan)
-    # The store: sinks, and a ring of the newest tokens; its rows differ from the stored ones altogether.
-    ring = raw_window + query_len + 3
-    raw_rows = torch.randn(2, len(lens), max(lens), heads, head_size).to(dtype)
+    raw_window, raw_sinks = raw
+    ring = raw_window + query_len if raw_window else 0
+    raw_rows = torch.randn(2, len(lens), max(lens), heads, head_size).to(dtype)  # by position
+    if spoil_raw is not None:
+        raw_rows[1, 0, spoil_raw, 0, 7] = math.inf
     store = torch.full((2, len(lens), raw_sinks + ring, heads, head_size), math.nan, dtype=dtype)
     for seq, seq_len in enumerate(lens):
-        for position in (*range(min(raw_sinks, seq_len)), *range(max(raw_sinks, seq_len - ring), seq_len)):
-            row = position if position < raw_sinks else raw_sinks + (position - raw_sinks) % ring
-            store[:, seq, row] = raw_rows[:, seq, position]
-    scale = head_size**-0.5 * launch.LOG2_E
-    k_kind, v_kind = layout.k_format.rotation, layout.v_format.rotation
+        for p in (p for p in range(seq_len) if p < raw_sinks or p >= seq_len - ring):
+            store[:, seq, p if p < raw_sinks else raw_sinks + (p - raw_sinks) % ring] = raw_rows[:, seq, p]
+    slots = splits + num_raw
+    partial = torch.full((tokens, num_heads, slots, head_size), math.nan)
+    partial_lse = torch.full((tokens, num_heads, slots), math.nan)
+    k_kind, v_kind, scale = layout.k_format.rotation, layout.v_format.rotation, head_size**-0.5 * launch.LOG2_E
     emulate(
         kernels.decode_kernel, (kernels,), len(lens) * heads * slots, query, kv_cache, table, seq_lens, starts, partial,
-        partial_lse, store[0] if raw else None, store[1] if raw else None,
-        query.stride(0), query.stride(1), kv_cache.stride(0), kv_cache.stride(1), table.stride(0), *store[0].stride()[:3],
+        partial_lse, store[0], store[1], query.stride(0), query.stride(1), kv_cache.stride(0), kv_cache.stride(1),
+        table.stride(0), *store.stride()[1:4],
         scale * launch.rotation_gain(k_kind, head_size), scale,
         1.0 / (launch.rotation_gain(v_kind, head_size) * (1 if v_kind == "none" else head_size)),
-        window, raw_window, raw_sinks, ring, heads, splits, raw_splits, group, query_len,
+        window, raw_window, raw_sinks, ring, heads, splits, num_raw, group, query_len,
         head_size, block, T, STAGES, layout.page == "interleaved",
-        *format_constants(layout.k_format), *format_constants(layout.v_format), causal, window > 0,
-        raw is not None, dtype == torch.float16, launch._signs(k_kind, head_size), launch._signs(v_kind, head_size), False,
+        *format_constants(layout.k_format), *format_constants(layout.v_format), causal, window > 0, num_raw > 0,
+        dtype == torch.float16, launch._signs(k_kind, head_size), launch._signs(v_kind, head_size), False,
     )  # fmt: skip
     weight = torch.softmax(partial_lse.double() * math.log(2), -1)
     merged = (weight[..., None] * partial.double().masked_fill(partial_lse[..., None] == -math.inf, 0)).sum(2)
@@ -81,14 +86,14 @@ def attend(layout, lens, group, query_len, splits, dtype=torch.float16, window=0
         visible = (torch.arange(seq_len) <= at) | (not causal)
         if window:
             visible = visible & (at - torch.arange(seq_len) < window)
-        reads_raw = (torch.arange(seq_len) < raw_sinks) | ((raw_window > 0) & (at - torch.arange(seq_len) < raw_window))
-        raw_key, raw_value = raw_rows[:, seq, :seq_len].double()
-        score = torch.where(
-            reads_raw, torch.einsum("qhgd,khd->hgqk", q, raw_key), torch.einsum("qhgd,khd->hgqk", q, key)
-        ) * head_size**-0.5  # fmt: skip
-        weight = score.masked_fill(~visible, -math.inf).softmax(-1)
-        rows = torch.einsum("hgqk,khd->qhgd", weight.masked_fill(reads_raw, 0), value)
-        rows += torch.einsum("hgqk,khd->qhgd", weight.masked_fill(~reads_raw, 0), raw_value)
+        unpacked = torch.arange(seq_len) < raw_sinks
+        if raw_window:
+            unpacked = unpacked | (at - torch.arange(seq_len) < raw_window)
+        raw_key, raw_value = (x[:seq_len].double() for x in raw_rows[:, seq])
+        score, raw_score = (torch.einsum("qhgd,khd->hgqk", q, x) * head_size**-0.5 for x in (key, raw_key))
+        weight = torch.where(unpacked, raw_score, score).masked_fill(~visible, -math.inf).softmax(-1)
+        rows = torch.einsum("hgqk,khd->qhgd", weight * ~unpacked, value)
+        rows += torch.einsum("hgqk,khd->qhgd", weight * unpacked, raw_value.nan_to_num(posinf=0))
         expected.append(rows.flatten(1, 2))
     return out, torch.cat(expected)
 
@@ -131,15 +136,38 @@ def test_masks(page, window, causal):
     assert float((out[3:] - expected[3:]).norm() / expected[3:].norm()) < 6e-4
 
 
-@pytest.mark.parametrize("name", ["int4", "int4_per_token_head", "int8_per_token_head", "int8_per_token_head/int4"])
-@pytest.mark.parametrize(("query_len", "window"), [(1, 0), (3, 41)], ids=["decode", "three-queries-window"])
-def test_raw_window_and_sinks(name, query_len, window):
-    """Catches raw rows that are rotated as another format's, or read in place of the wrong keys."""
+@pytest.mark.parametrize(
+    ("shape", "name", "raw", "num_raw", "dtype"),
+    [
+        ("d128", "int4", (32, 4), 1, torch.float16),
+        ("d128", "int8_per_token_head/fp8_per_token_head", (0, 5), 1, torch.bfloat16),
+        ("four-queries", "int4", (70, 20), 3, torch.bfloat16),
+        ("d64", "int4_per_token_head", (9, 3), 2, torch.bfloat16),
+        ("d256", "int4_per_token_head/int4", (1, 66), 2, torch.float16),
+    ],
+)
+def test_raw_window_and_sinks(shape, name, raw, num_raw, dtype):
+    """Catches a key read in both forms or in neither, a raw row of another position, and one rotated otherwise."""
+    head_size, block, lens, group, query_len, splits = SHAPES[shape]
     k_format, _, v_format = name.partition("/")
-    layout = KVCacheLayout.create(k_format, v_format=v_format or None, num_kv_heads=1, head_size=64)
-    out, expected = attend(layout, (5, 131), 4, query_len, 2, torch.float16, window, raw=(20, 3, 2))
-    for rows in (slice(0, query_len), slice(query_len, None)):
-        assert float((out[rows] - expected[rows]).norm() / expected[rows].norm()) < 1e-3
+    layout = KVCacheLayout.create(k_format, v_format=v_format or None, num_kv_heads=2, head_size=head_size, block_size=block)
+    lens = tuple(max(n, query_len) for n in lens)
+    out, expected = attend(layout, lens, group, query_len, splits, dtype, 0, True, None, raw, num_raw)
+    assert float((out - expected).norm() / expected.norm()) < 6e-4
+
+
+@pytest.mark.parametrize(("window", "causal"), [(0, False), (37, True)])
+def test_raw_window_beside_masks(window, causal):
+    layout = KVCacheLayout.create("int4", num_kv_heads=1, head_size=64)
+    out, expected = attend(layout, (9, 150), 2, 3, 2, torch.bfloat16, window, causal, None, (13, 2), 1)
+    assert float((out[3:] - expected[3:]).norm() / expected[3:].norm()) < 6e-4
+
+
+def test_a_raw_nan_row_reaches_exactly_the_queries_that_read_it():
+    layout = KVCacheLayout.create("int4", num_kv_heads=1, head_size=64)
+    out, _ = attend(layout, (90,), 4, 4, 1, raw=(6, 2), num_raw=1, spoil_raw=82)  # read by the queries 86 and 87 of 86 to 89
+    assert torch.isnan(out[:2]).all()
+    assert torch.isfinite(out[2:]).all()
 
 
 @pytest.mark.parametrize("page", ["planar", "interleaved"])
