@@ -91,8 +91,14 @@ def smollm2() -> str:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return the folder of a random Llama of 3 layers whose attention is far from uniform."""
+    """Return the folder of the tiny model."""
     folder = tmp_path_factory.mktemp("tiny")
+    save_tiny_model(folder)
+    return str(folder)
+
+
+def save_tiny_model(folder: Path) -> None:
+    """Save a random Llama of 3 layers whose attention is far from uniform."""
     vocabulary = TINY["vocab_size"]
     write_random_llama(folder, TINY, logit_std=3.4)
     words = {"type": "WordLevel", "vocab": {f"w{i}": i for i in range(vocabulary)}, "unk_token": "w0"}
@@ -100,4 +106,3 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     special = {"bos_token": "w1", "eos_token": "w2", "unk_token": "w0"}
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **special}))
-    return str(folder)

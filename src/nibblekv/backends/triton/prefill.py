@@ -42,11 +42,13 @@ from nibblekv.backends.triton.attention import (
     visible_keys,
 )
 from nibblekv.backends.triton.codec import (
+    UINT3,
     code_unit,
     format_constants,
+    join_planes,
     join_streams,
     odd_stream_gain,
-    read_word_bytes,
+    read_dtype,
     unpack_scale_words,
     unpack_streams,
 )
@@ -84,6 +86,8 @@ def dequantize_kernel(
     codes = tl.load(
         codes_ptr + (codes_row[:, None] + column[None, :]), mask=mask[:, None] & (column < D // 4)[None, :], other=0
     )
+    if CODE == UINT3:
+        codes = join_planes(codes, codes_ptr + codes_row[:, None], column[None, :], D)
     words = tl.load(words_ptr + w_offset + page * w_b + inner * w_s + (first_head + head) * w_h, mask=mask, other=0)
     scale, bias = unpack_scale_words(words, CODE, WORD, ASM)
     c0, c1, c2, c3 = unpack_streams(codes, CODE, ASM)
@@ -497,13 +501,12 @@ def _dequantize(
     """Write gain times the stored rows (rotated domain) of one sequence into dense [tokens, heads, head size] float16."""
     places = geometry(layout, kv_cache)
     fmt = layout.v_format if of_value else layout.k_format
-    words = {2: torch.int16, 4: torch.int32}[read_word_bytes(fmt)]
     num_tokens, num_heads, size = dense.shape
     tile = 64
     launch(
         dequantize_kernel,
         (cdiv(num_tokens, tile), num_heads),
-        (kv_cache.view(words), kv_cache.view(torch.int32), table, dense),
+        (kv_cache.view(read_dtype(fmt)), kv_cache.view(torch.int32), table, dense),
         (*(places.v_codes if of_value else places.k_codes), *(places.v_words if of_value else places.k_words), gain),
         (first_token, num_tokens, first_head),
         (
