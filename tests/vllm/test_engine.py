@@ -79,6 +79,14 @@ def test_an_eight_bit_cache_is_ours_too(run_scenario, tiny_model):
     assert max(run.result["errors"]) < 1e-3
 
 
+def test_layers_named_to_be_skipped_are_left_to_vllm(run_scenario, tiny_model):
+    """Catches one builder or one page size for layers of two kinds, and a skipped layer that is quantized all the same."""
+    settings = tiny(tiny_model, **INT4, block_size=32, kv_cache_dtype_skip_layers=["1"])
+    run = run_scenario("numerics", settings, STRICT)
+    assert run.result["ours"] == [True, False, True]
+    assert max(run.result["errors"]) < 1e-3
+
+
 # 8 requests of 29 to 143 tokens with 16 more each; the tight pool holds 320 tokens.
 TIGHT = {"block_size": 16, "num_gpu_blocks_override": 21, "max_num_batched_tokens": 64, "enable_chunked_prefill": True}
 ROOMY = {"block_size": 128, "max_num_batched_tokens": 2048, "enable_prefix_caching": False}

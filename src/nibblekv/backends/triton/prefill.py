@@ -6,6 +6,7 @@ Three parts, merged by log-sum-exp:
     the prefix    the stored keys before them: short queries read packed pages (attention.py); long ones attend tiles that
                   `dequantize_kernel` writes once, as float16 in the rotated domain;
     the merge     `combine_kernel`, which also undoes the rotation of the prefix part.
+A raw window and sinks before the chunk go in between: they are merged into the chunk's part, and the prefix leaves them out.
 All that a call allocates beside split buffers stays within 64 MiB at a time, by groups of heads and slices of keys.
 The inner loop over a long prefix never unpacks codes: 2,048 queries would unpack each key 64 times.
 """
@@ -103,7 +104,8 @@ def dense_kernel(
     query_ptr, key_ptr, value_ptr, seq_lens_ptr, query_start_ptr, out_ptr, lse_ptr,
     causal_ptr, rswa_prefix_ptr, alibi_ptr, sinks_ptr, qq_bias_ptr, mm_ranges_ptr, output_scale_ptr,
     query_t, query_h, key_t, key_h, value_t, value_h, out_t, out_h, lse_t, lse_h,
-    score_scale, softcap, sliding_window, chunk_size, rswa_window, qq_stride, num_q_tiles, key_first, key_count, only_seq,
+    score_scale, softcap, sliding_window, chunk_size, rswa_window, qq_stride, raw_window, num_q_tiles, key_first, key_count,
+    only_seq,
     CHUNK_LOOKBACK: tl.constexpr, CAUSAL: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI_SQRT: tl.constexpr,
     NUM_MM: tl.constexpr, MM_CLAMP: tl.constexpr, OWN_KEYS: tl.constexpr, PRUNE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
@@ -112,7 +114,8 @@ def dense_kernel(
     """Attend one tile of rows of one KV head to dense keys; grid (sequences * q tiles, KV heads).
 
     OWN_KEYS: keys lie like queries, row query_start[b] + i is token i of the chunk. Else they are `key_count` tokens of
-    sequence `only_seq` from position `key_first` on. Stores out and the natural log-sum-exp.
+    sequence `only_seq` from position `key_first` on, without those that are nearer to a query than raw_window. Stores out
+    and the natural log-sum-exp.
     """
     if OWN_KEYS:
         seq = tl.program_id(0) // num_q_tiles
@@ -192,6 +195,8 @@ def dense_kernel(
             position[:, None], k[None, :], seq, causal, rswa_prefix_ptr, rswa_window, mm_ranges_ptr, sliding_window,
             chunk_size, CHUNK_LOOKBACK, NUM_MM, MM_CLAMP,
         )  # fmt: skip
+        if raw_window > 0:
+            mask = mask & (position[:, None] - k[None, :] >= raw_window)
         # A value row with NaN or Inf reaches the queries that see it through their scores, and no other.
         broken = tl.max(tl.where(tl.abs(values.to(tl.float32)) < INF, 0, 1), 1) > 0
         values = tl.where(broken[:, None], 0.0, values).to(values.dtype)
@@ -267,7 +272,24 @@ def attend(
         bare = replace(options, sinks=None, output_scale=None)
         _attend_dense(query, own, seq_lens, query_start_loc, bare, rows, part_lse, max_query_len)
     elif starts is None or library != "torch":
-        _attend_by_flash(library, query, key, value, query_start_loc, options.softmax_scale, raw, max_query_len)
+        cu_seqlens = query_start_loc.to(torch.int32)
+        its_out = rows if library == VLLM_FLASH else None
+        part, its_lse = _attend_by_flash(
+            library,
+            query,
+            key,
+            value,
+            cu_seqlens,
+            cu_seqlens,
+            max_query_len,
+            max_query_len,
+            options.softmax_scale,
+            True,
+            its_out,
+        )
+        if its_out is None:
+            rows.copy_(part)
+        part_lse.copy_(its_lse)
     else:
         for begin, end in itertools.pairwise(starts):
             if begin < end:
@@ -311,6 +333,11 @@ def attend(
                     out[tokens], own_lse, LONG_QUERY, max(lengths[first:last]), its,
                 )  # fmt: skip
         else:
+            if options.raw_key is not None and lengths[first] > tokens.stop - tokens.start:
+                _attend_window(
+                    query[tokens], kv_cache, block_table[first:last], seq_lens[first:last], its_starts, layout, its_options,
+                    its, lengths[first],
+                )  # fmt: skip
             most = queries_at_once(layout, query.shape[1] // layout.num_kv_heads)
             for begin in range(tokens.start, tokens.stop, most):
                 these = slice(begin, min(begin + most, tokens.stop))
@@ -334,6 +361,33 @@ class Dense:
     first: int | None = None
 
 
+def _attend_window(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    layout: KVCacheLayout,
+    options: AttentionOptions,
+    raw: RawPart,
+    max_seq_len: int,
+) -> None:
+    """Merge one sequence's raw window and sinks before its queries into `raw`, in place, some queries at a time."""
+    num_queries, num_heads = query.shape[:2]
+    bare = replace(options, sinks=None, output_scale=None)
+    config = attention.choose_config(layout, 1, num_heads, num_queries, max_seq_len, False, query.device)
+    config = replace(config, num_splits=0)
+    most = max(1, WORKSPACE_BYTES // (4 * num_heads * (rotation.padded(layout.head_size_v) + 1)))
+    for begin in range(0, num_queries, most):
+        these = slice(begin, min(begin + most, num_queries))
+        its = RawPart(raw.rows[these], raw.lse[these])
+        attention.attend(
+            query[these], kv_cache, block_table, seq_lens - (num_queries - these.stop),
+            query_start_loc.clamp(max=these.stop - begin), layout, bare, its.rows, its.lse, these.stop - begin, max_seq_len,
+            its, config, own_before=begin,
+        )  # fmt: skip
+
+
 def _attend_prefix(
     query: torch.Tensor,
     kv_cache: torch.Tensor,
@@ -352,7 +406,7 @@ def _attend_prefix(
     """
     num_queries = query.shape[0]
     group = query.shape[1] // layout.num_kv_heads
-    first_key = _first_visible(options, context_len)
+    first_key = max(_first_visible(options, context_len), options.raw_sinks)
     heads, chunk = workspace_chunks(layout, context_len - first_key, num_queries * group)
     device = query.device
     key_space = torch.empty(chunk * heads * layout.head_size, dtype=torch.float16, device=device)
@@ -367,6 +421,13 @@ def _attend_prefix(
         output_scale=None,
     )
     target = out.view(torch.uint8) if options.output_scale is not None else out
+    # Of the keys before `border` no query reads a raw form.
+    border = max(first_key, context_len - options.raw_window + 1) if options.raw_window else context_len
+    pieces = [(start, min(chunk, border - start), 0) for start in range(first_key, border, chunk)]
+    pieces += [(start, min(chunk, context_len - start), options.raw_window) for start in range(border, context_len, chunk)]
+    if not pieces and options.sinks is None and options.output_scale is None and out.data_ptr() == raw.rows.data_ptr():
+        return
+    library = _flash_library(layout, device)
     for head in range(0, layout.num_kv_heads, heads):
         q_heads = slice(head * group, (head + heads) * group)
         part_out, part_raw = target[:, q_heads], RawPart(raw.rows[:, q_heads], raw.lse[:, q_heads])
@@ -375,24 +436,29 @@ def _attend_prefix(
         q = rotation.rotate(
             query[:, q_heads], layout.k_format.rotation, dtype=torch.float16, gain=k_root * attention.QUERY_GAIN.value
         )
-        starts = list(range(first_key, context_len, chunk))
-        for start in starts:
-            count = min(chunk, context_len - start)
+        for piece in pieces:
+            start, count, its_window = piece
             keys = key_space[: count * heads * layout.head_size].view(count, heads, layout.head_size)
             values = value_space[: count * heads * layout.head_size_v].view(count, heads, layout.head_size_v)
             _dequantize(kv_cache, table, layout, False, start, head, keys, k_gain)
             _dequantize(kv_cache, table, layout, True, start, head, values, v_gain)
-            if _is_plain(its) and _torch_takes(q, keys, values, False):
+            if _is_plain(its) and not its_window and library is not None:
+                rows, lse = _attend_by_flash(
+                    library, q, keys, values, _bounds(num_queries, device), _bounds(count, device), num_queries, count,
+                    its.softmax_scale, False,
+                )  # fmt: skip
+            elif _is_plain(its) and not its_window and _torch_takes(q, keys, values, False):
                 rows, lse = _attend_by_torch(q, keys, values, False, its.softmax_scale)
             else:
                 rows = torch.empty(num_queries, heads * group, layout.head_size_v, dtype=torch.float16, device=device)
                 lse = torch.empty(num_queries, heads * group, dtype=torch.float32, device=device)
                 dense = Dense(keys, values, heads, group, start)
-                _attend_dense(q, dense, seq_lens, query_start_loc, its, rows, lse, num_queries)
-            last = start == starts[-1]
+                its_options = replace(its, raw_window=its_window)
+                _attend_dense(q, dense, seq_lens, query_start_loc, its_options, rows, lse, num_queries)
+            last = piece is pieces[-1]
             _merge(rows, lse, 1, part_raw, part_out if last else part_raw.rows, layout, sinks if last else None,
                    options.output_scale if last else None, 1.0 / v_gain)  # fmt: skip
-        if not starts:
+        if not pieces:
             _merge(raw.rows, raw.lse, 0, part_raw, part_out, layout, sinks, options.output_scale, 1.0)
 
 
@@ -486,7 +552,7 @@ def _attend_dense(
             *((0, 0) if lse is None else lse.stride()),
             options.softmax_scale * (1.0 if options.softcap > 0 else LOG2E.value), options.softcap,
             options.sliding_window, options.chunk_size, options.rswa_window, 0 if qq_bias is None else qq_bias.shape[1],
-            num_q_tiles, dense.first or 0, dense.key.shape[0], 0,
+            0 if own else options.raw_window, num_q_tiles, dense.first or 0, dense.key.shape[0], 0,
             options.chunk_lookback, 2 if isinstance(causal, torch.Tensor) else int(causal), options.softcap > 0,
             options.alibi_sqrt, 0 if ranges is None else ranges.shape[1], options.mm_prefix_clamp, own, prune,
             dense.num_kv_heads, dense.group,
@@ -541,21 +607,38 @@ def _torch_takes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ca
 
 def _attend_by_flash(
     library: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, query_start_loc: torch.Tensor,
-    softmax_scale: float, raw: RawPart, max_query_len: int,
-) -> None:  # fmt: skip
-    """Attend every sequence's chunk causally with FlashAttention's varlen function, into raw."""
-    starts = query_start_loc.to(torch.int32)
-    attend_varlen = importlib.import_module(library).flash_attn_varlen_func
+    key_start_loc: torch.Tensor, max_query_len: int, max_key_len: int, softmax_scale: float, causal: bool,
+    out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Attend sequences [n, heads, D] with FlashAttention's varlen function; return rows and natural log-sum-exp [n, heads].
+
+    Args:
+        query_start_loc, key_start_loc: int32.
+        out: where vLLM's build writes the rows.
+    """
     how: dict[str, Any] = {"return_attn_probs": True}
     if library == VLLM_FLASH:
-        how = {"return_softmax_lse": True, "fa_version": _vllm_flash_version(), "out": raw.rows}
-    results = attend_varlen(
-        q=query, k=key, v=value, cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=max_query_len,
-        max_seqlen_k=max_query_len, softmax_scale=softmax_scale, causal=True, **how,
+        how = {"return_softmax_lse": True, "fa_version": _vllm_flash_version(), "out": out}
+    results = importlib.import_module(library).flash_attn_varlen_func(
+        q=query, k=key, v=value, cu_seqlens_q=query_start_loc, cu_seqlens_k=key_start_loc, max_seqlen_q=max_query_len,
+        max_seqlen_k=max_key_len, softmax_scale=softmax_scale, causal=causal, **how,
     )  # fmt: skip
-    if library != VLLM_FLASH:
-        raw.rows.copy_(results[0])
-    raw.lse.copy_(results[1].transpose(0, 1))
+    return results[0], results[1].transpose(0, 1)
+
+
+def _bounds(length: int, device: torch.device) -> torch.Tensor:
+    """Return [0, length] int32, made on the device: a copy from the host would wait for it."""
+    return torch.arange(0, 2 * length, length, dtype=torch.int32, device=device)
+
+
+def _flash_library(layout: KVCacheLayout, device: torch.device) -> str | None:
+    """Return the FlashAttention package that takes such heads, None if there is none."""
+    if device.type != "cuda" or not layout.head_size == layout.head_size_v <= 256:
+        return None
+    # vLLM's build is taken where vLLM runs; importing all of vLLM for it would be a surprise.
+    if VLLM_FLASH in sys.modules and _vllm_flash_version() is not None:
+        return VLLM_FLASH
+    return "flash_attn" if importlib.util.find_spec("flash_attn") is not None else None
 
 
 @functools.cache
@@ -580,12 +663,9 @@ def _library_for(
         return None
     if query.shape[0] < LONG_QUERY:
         return None
-    same = layout.head_size == layout.head_size_v <= 256
-    # vLLM's build is taken where vLLM runs; importing all of vLLM for it would be a surprise.
-    if same and VLLM_FLASH in sys.modules and _vllm_flash_version() is not None:
-        return VLLM_FLASH
-    if same and importlib.util.find_spec("flash_attn") is not None:
-        return "flash_attn"
+    library = _flash_library(layout, query.device)
+    if library is not None:
+        return library
     return "torch" if lengths_known and _torch_takes(query, key, value, True) else None
 
 
@@ -618,11 +698,14 @@ def _is_captured(device: torch.device) -> bool:
 def _options_of(options: AttentionOptions, first: int, last: int) -> AttentionOptions:
     """Return the options of sequences first to last - 1."""
     causal, prefix_lens, ranges = options.causal, options.rswa_prefix_lens, options.mm_prefix_ranges
+    raw_key, raw_value = options.raw_key, options.raw_value
     return replace(
         options,
         causal=causal[first:last] if isinstance(causal, torch.Tensor) else causal,
         rswa_prefix_lens=None if prefix_lens is None else prefix_lens[first:last],
         mm_prefix_ranges=None if ranges is None else ranges[first:last],
+        raw_key=None if raw_key is None else raw_key[first:last],
+        raw_value=None if raw_value is None else raw_value[first:last],
     )
 
 

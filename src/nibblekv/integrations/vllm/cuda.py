@@ -64,6 +64,12 @@ class NibbleKVTritonMetadataBuilder(TritonAttentionMetadataBuilder):
 class NibbleKVTritonImpl(QuantizedAttention, TritonAttentionImpl):
     """One layer's attention on a CUDA GPU."""
 
+    def nibblekv_reserve(self, query: torch.Tensor) -> None:
+        """Allocate what a prefill takes beside its output: rotated queries, two parts to merge, a piece of the context."""
+        from nibblekv.backends.triton.prefill import WORKSPACE_BYTES
+
+        torch.empty(WORKSPACE_BYTES + 3 * query.numel() * query.element_size(), dtype=torch.uint8, device=query.device)
+
 
 class NibbleKVTritonBackend(QuantizedBackend, TritonAttentionBackend):
     """Stands for TRITON_ATTN in vLLM's table."""
