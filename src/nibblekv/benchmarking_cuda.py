@@ -20,12 +20,10 @@ from typing import Any
 import torch
 
 import nibblekv
-from nibblekv.backends import reference
+from nibblekv.backends import reference, select_backend
 from nibblekv.cache import raw_row_count
-from nibblekv.backends import select_backend
 from nibblekv.formats import SCALE_WORD_BYTES, get_format
 from nibblekv.layout import KVCacheLayout
-from nibblekv.options import AttentionOptions
 from nibblekv.options import AttentionOptions
 from nibblekv.plan import split_window
 
