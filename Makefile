@@ -10,7 +10,7 @@ VLLM_VENV := .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_PIP := $(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test test-core test-vllm lint fuzz clean
+.PHONY: demo test test-core test-vllm lint docs fuzz soak coverage asan clean
 
 $(VENV)/.base: pyproject.toml setup.py $(wildcard src/nibblekv/backends/cpu/csrc/*)
 	$(PYTHON) -m venv $(VENV)
@@ -46,10 +46,42 @@ test-core: $(VENV)/.dev
 test-vllm: $(VLLM_VENV)/.base
 	$(VLLM_BIN)/python -m pytest tests/vllm
 
-# Seconds of differential fuzzing, shared by the backends of this machine.
+$(VENV)/.docs: $(VENV)/.base
+	$(PIP) --editable '.[docs]'
+	touch $@
+
+# Warnings are errors (mkdocs.yml).
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
+# Seconds of differential fuzzing, shared by the backends of this machine, the Triton kernels in their interpreter among them.
 SECONDS ?= 60
 fuzz: $(VENV)/.dev
-	$(BIN)/python tests/fuzz.py --seconds $(SECONDS)
+	TRITON_INTERPRET=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -W ignore tests/fuzz.py --seconds $(SECONDS)
+
+# Minutes of mixed requests through vLLM's engine on CPU.
+MINUTES ?= 60
+soak: $(VLLM_VENV)/.base
+	$(VLLM_BIN)/python tests/vllm/soak.py --minutes $(MINUTES)
+
+# Lines of src/ that the tests run. The Triton kernels, which the interpreter runs, are listed apart.
+COVERED := $(BIN)/python -m coverage report --skip-covered --sort=cover
+coverage: $(VENV)/.dev
+	$(BIN)/python -m pytest -n auto --cov --cov-report=
+	$(COVERED) --omit='*/backends/triton/*'
+	$(COVERED) --include='*/backends/triton/*'
+
+# The CPU kernels, built to check every address and every undefined operation, under their tests and the fuzzer.
+ASAN := build/asan
+SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g1
+RUN_ASAN := LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
+	ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=$(ASAN)/lib $(BIN)/python
+asan: $(VENV)/.dev
+	$(PIP) 'setuptools>=77'
+	CFLAGS='$(SANITIZE)' CXXFLAGS='$(SANITIZE)' LDFLAGS='-fsanitize=address,undefined' \
+		$(BIN)/python setup.py -q build --build-lib $(ASAN)/lib --build-temp $(ASAN)/temp
+	$(RUN_ASAN) -m pytest -n 0 -q tests/test_cpu_write.py tests/test_cpu_attention.py
+	$(RUN_ASAN) tests/fuzz.py --backend cpu --seconds $(SECONDS)
 
 clean:
 	rm -rf $(VENV) $(VLLM_VENV) build

@@ -62,16 +62,22 @@ def test_decode_with_a_raw_window_compiles(target: str) -> None:
     assert [x.name for x in launches] == ["attention_kernel", "combine_kernel"]
 
 
-@pytest.mark.parametrize("format", ["int8_per_token_head", "fp8_per_token_head"])
-def test_eight_bit_decode_compiles(format: str) -> None:
+@pytest.mark.parametrize("format", ["int3", "int2", "int8_per_token_head", "fp8_per_token_head"])
+def test_other_decode_compiles(format: str) -> None:
     check("sm_90", decode("sm_90", format), "attention_kernel")
 
 
 @pytest.mark.parametrize(
-    ("target", "dtype"), [("sm_80", torch.float16), ("sm_90", torch.bfloat16), ("gfx942", torch.bfloat16)]
+    ("target", "dtype", "format"),
+    [
+        ("sm_80", torch.float16, "int4"),
+        ("sm_90", torch.bfloat16, "int4"),
+        ("sm_90", torch.bfloat16, "int3"),
+        ("gfx942", torch.bfloat16, "int4"),
+    ],
 )
-def test_write_compiles(target: str, dtype: torch.dtype) -> None:
-    layout = KVCacheLayout.create("int4", num_kv_heads=8, head_size=128)
+def test_write_compiles(target: str, dtype: torch.dtype, format: str) -> None:
+    layout = KVCacheLayout.create(format, num_kv_heads=8, head_size=128)
     with compiling_for(TARGETS[target]) as launches:
         rows = meta(4096, 8, 128, dtype=dtype)
         write.reshape_and_cache(

@@ -140,6 +140,8 @@ LAYOUTS = {
     "fp8-vllm-int4-72-32": create("fp8_per_token_head", 72, v_format="int4_per_token_head", head_size_v=32, page="planar"),
     "int4-interleaved-256-200": create(head_size=256, head_size_v=200, page="interleaved"),
     "int4-fp8-40-512": create(head_size=40, v_format="fp8_per_token_head", head_size_v=512),
+    "int3-int2-64-40": create("int3", v_format="int2", head_size_v=40),
+    "int2-int3-interleaved-40-96": create("int2", 40, v_format="int3", head_size_v=96, page="interleaved"),
 }
 
 
@@ -329,6 +331,16 @@ def test_packed_nan_inside_the_window_changes_nothing() -> None:
     assert relative_error(out, batch.attend(reference, options)[0]) < 1e-3
 
 
+@pytest.mark.parametrize("layout", [create("int3", v_format="int2", head_size_v=40), create(v_format="int3")], ids=str)
+def test_prefix_of_few_bits_equals_reference(layout: KVCacheLayout, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches planes that the kernel for long prefixes puts together wrongly."""
+    monkeypatch.setattr(prefill, "LONG_QUERY", 5)
+    batch = make_batch(layout, [2, 5], [23, 54])
+    options = AttentionOptions(softmax_scale=0.125)
+    out, _ = batch.attend(backend, options, own=True)
+    assert relative_error(out, batch.attend(reference, options, own=True)[0]) < 1e-3
+
+
 def test_row_that_sees_nothing_is_zero() -> None:
     """A window that ends before the query hides every key."""
     batch = make_batch(create(), [1], [17])
@@ -443,4 +455,4 @@ def test_formats_all_have_kernel_constants() -> None:
 
     for fmt in FORMATS.values():
         assert len(codec.format_constants(fmt)) == 2
-        assert codec.read_word_bytes(fmt) in (2, 4)
+        assert codec.read_word_bytes(fmt) in (1, 2, 4)

@@ -2,6 +2,7 @@
 
     python -m nibblekv.benchmarking_serve --requests 32 --context 8000 --new-tokens 128 --json result.json
     python -m nibblekv.benchmarking_serve --quality --model MODEL --windows tokens.json --json result.json
+    python -m nibblekv.benchmarking_serve --ranks 2 --json result.json
 
 Weights are random in the shape of Llama-3.1-8B unless a model folder is named: throughput does not depend on their values.
 The JSON file is written anew after every engine.
@@ -11,7 +12,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
+import random
 import shlex
 import subprocess
 import sys
@@ -26,7 +29,15 @@ import torch
 
 from nibblekv.machine import write_report
 
-__all__ = ["CONTENDERS", "QUALITY_CONTENDERS", "Contender", "bench_quality", "bench_serve"]
+__all__ = [
+    "CONTENDERS",
+    "QUALITY_CONTENDERS",
+    "Contender",
+    "bench_quality",
+    "bench_ranks",
+    "bench_serve",
+    "write_random_llama",
+]
 
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],
@@ -47,12 +58,33 @@ LLAMA_8B = {
     "eos_token_id": 2,
     "tie_word_embeddings": False,
 }
+# Shapes for random weights that two ranks can share: one that leaves a GPU's memory to the cache, and one for CPUs.
+SMALL = LLAMA_8B | {
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "vocab_size": 32000,
+}
+TINY = LLAMA_8B | {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 512,
+    "max_position_embeddings": 2048,
+    "rope_theta": 10000.0,
+    "torch_dtype": "float32",
+}
 # At most this many requests run at once when the pool alone limits them.
 MOST_REQUESTS = 1024
 # Graphs are captured for these numbers of requests and for the load's own; capturing vLLM's default list takes longer.
 _GRAPH_SIZES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512)
 _COLUMNS = ("requests", "cache_tokens", "prefill_tok_s", "decode_tok_s", "total_tok_s", "output_tok_s", "ttft_ms")
-_QUALITY_COLUMNS = ("tokens", "cache_tokens", "perplexity", "kl_mean", "kl_median", "kl_p99", "top1")
+_RANKS_COLUMNS = ("cache_tokens", "tokens_ratio", "first_token_error", "second_token_error")
+_QUALITY_COLUMNS = ("tokens", "cache_tokens", "perplexity", "kl_mean", "eval_kl_mean", "kl_median", "kl_p99", "top1")
 
 # progress(contender, done, total); done(rows so far).
 Progress = Callable[[str, int, int], None]
@@ -61,19 +93,20 @@ Done = Callable[[list[dict[str, Any]]], None]
 
 @dataclass(frozen=True)
 class Contender:
-    """One way to serve: arguments of `vllm.LLM`, environment variables of its process, and the devices that can."""
+    """One way to serve: arguments of `vllm.LLM`, environment variables of its process, the devices that can, the format."""
 
     engine: dict[str, Any]
     environment: dict[str, str]
     devices: tuple[str, ...]
+    format: str = "none"
 
 
 _STOCK, _OURS = {"NIBBLEKV_DISABLE": "1"}, {"NIBBLEKV_DISABLE": "0"}
 CONTENDERS = {
     "16-bit, vLLM": Contender({"kv_cache_dtype": "auto"}, _STOCK, ("cuda", "cpu")),
     # vLLM on CPU accepts the dtype and generates noise, so there is nothing to time.
-    "int4, vLLM": Contender({"kv_cache_dtype": "int4_per_token_head"}, _STOCK, ("cuda",)),
-    "int4, nibblekv": Contender({"kv_cache_dtype": "int4_per_token_head"}, _OURS, ("cuda", "cpu")),
+    "int4, vLLM": Contender({"kv_cache_dtype": "int4_per_token_head"}, _STOCK, ("cuda",), "int4_per_token_head"),
+    "int4, nibblekv": Contender({"kv_cache_dtype": "int4_per_token_head"}, _OURS, ("cuda", "cpu"), "int4"),
 }
 # The first is the reference; the second shows how far two of vLLM's own 16-bit backends are from each other.
 QUALITY_CONTENDERS = {
@@ -82,9 +115,12 @@ QUALITY_CONTENDERS = {
     "int4, vLLM": CONTENDERS["int4, vLLM"],
     "int4, nibblekv": CONTENDERS["int4, nibblekv"],
     "int4_per_token_head, nibblekv": Contender(
-        {"kv_cache_dtype": "int4_per_token_head"}, _OURS | {"NIBBLEKV_FORMAT": "int4_per_token_head"}, ("cuda", "cpu")
+        {"kv_cache_dtype": "int4_per_token_head"},
+        _OURS | {"NIBBLEKV_FORMAT": "int4_per_token_head"},
+        ("cuda", "cpu"),
+        "int4_per_token_head",
     ),
-    "int8, nibblekv": Contender({"kv_cache_dtype": "int8_per_token_head"}, _OURS, ("cuda", "cpu")),
+    "int8, nibblekv": Contender({"kv_cache_dtype": "int8_per_token_head"}, _OURS, ("cuda", "cpu"), "int8_per_token_head"),
 }
 
 
@@ -94,6 +130,7 @@ def bench_serve(
     requests: int | None = 32,
     context: int = 8000,
     new_tokens: int = 128,
+    rounds: int = 2,
     contenders: tuple[str, ...] = tuple(CONTENDERS),
     engine: dict[str, Any] | None = None,
     timeout_s: float = 580.0,
@@ -106,6 +143,7 @@ def bench_serve(
         model: a folder; None for random weights in the shape of Llama-3.1-8B.
         requests: prompts served together; None for as many as each contender's pool holds (a pool-bound load).
         context, new_tokens: tokens of a prompt, and to generate.
+        rounds: times that the load is served; the fastest counts. A pool-bound load is served once.
         contenders: names in `CONTENDERS`; those that this machine's device cannot run are left out.
         engine: further arguments of `vllm.LLM`.
         timeout_s: for one contender.
@@ -139,9 +177,15 @@ def bench_serve(
             (folder / "llama8b").mkdir()
             (folder / "llama8b" / "config.json").write_text(json.dumps(LLAMA_8B))
         vocab_size = json.loads((Path(common["model"]) / "config.json").read_text())["vocab_size"]
-        load = {"requests": requests, "context": context, "new_tokens": new_tokens, "vocab_size": vocab_size}
-        row = {"context": context, "new_tokens": new_tokens}
-        return _run_all(CONTENDERS, contenders, common | (engine or {}), load, row, folder, timeout_s, progress, done)
+        load = {
+            "requests": requests,
+            "context": context,
+            "new_tokens": new_tokens,
+            "rounds": rounds,
+            "vocab_size": vocab_size,
+        }
+        columns = {name: {"context": context, "new_tokens": new_tokens} for name in contenders}
+        return _run_all(CONTENDERS, contenders, common | (engine or {}), load, columns, folder, timeout_s, progress, done)
 
 
 def bench_quality(
@@ -149,6 +193,7 @@ def bench_quality(
     windows: list[list[int]],
     *,
     contenders: tuple[str, ...] = tuple(QUALITY_CONTENDERS),
+    expected: dict[str, float] | None = None,
     engine: dict[str, Any] | None = None,
     timeout_s: float = 580.0,
     progress: Progress | None = None,
@@ -160,10 +205,12 @@ def bench_quality(
         model: a folder with weights.
         windows: token numbers, rows of equal length, all decoded side by side.
         contenders: names in `QUALITY_CONTENDERS`; the first of that table, the reference, always runs, and first.
+        expected: format -> kl_mean that `nibblekv.evaluation.evaluate` gave on the same windows, to be put beside.
         engine, timeout_s, progress, done: see `bench_serve`.
 
     Returns:
-        Rows with contender, process_s and the figures of `integrations.vllm.benchmark.measure_quality`, or `error`.
+        Rows with contender, process_s and the figures of `integrations.vllm.benchmark.measure_quality`, or `error`; and
+        eval_kl_mean where `expected` has the format.
 
     Raises:
         ValueError: an unknown contender, or windows of unequal or too few tokens.
@@ -187,7 +234,122 @@ def bench_quality(
             "skip_tokenizer_init": True,
         } | _graphs(len(windows))
         load = {"windows": windows, "states": str(folder / "states.pt"), "reference": reference}
-        return _run_all(QUALITY_CONTENDERS, names, common | (engine or {}), load, {}, folder, timeout_s, progress, done)
+        columns = {
+            name: {"eval_kl_mean": expected[contender.format]}
+            for name, contender in QUALITY_CONTENDERS.items()
+            if expected is not None and contender.format in expected
+        }
+        return _run_all(QUALITY_CONTENDERS, names, common | (engine or {}), load, columns, folder, timeout_s, progress, done)
+
+
+def bench_ranks(
+    ranks: int,
+    model: str | None = None,
+    *,
+    prompts: int = 8,
+    context: int = 500,
+    engine: dict[str, Any] | None = None,
+    timeout_s: float = 580.0,
+    progress: Progress | None = None,
+    done: Done | None = None,
+) -> list[dict[str, Any]]:
+    """Serve the same prompts from our cache with one process and with a model split over several (tensor parallel).
+
+    Args:
+        ranks: processes of the second engine, a GPU each.
+        model: a folder with weights; None for random ones in the shape `SMALL`.
+        prompts, context: random prompts, and tokens of each.
+        engine, timeout_s, progress, done: see `bench_serve`.
+
+    Returns:
+        Two rows with contender, process_s and the figures of `integrations.vllm.benchmark.measure_tokens` but for the
+        logarithms of probabilities; the second has tokens_ratio (its cache_tokens to those of the first), and
+        first_token_error and second_token_error: the largest difference of a log-probability that both engines list, for
+        the token after the prompt, and for the one after that where both chose the same first token.
+    """
+    table = {
+        f"{n} rank{'s' * (n > 1)}": Contender(
+            {"kv_cache_dtype": "int4_per_token_head", "tensor_parallel_size": n}, _OURS, ("cuda", "cpu")
+        )
+        for n in (1, ranks)
+    }
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        if model is None:
+            model = str(folder / "small")
+            write_random_llama(folder / "small", SMALL)
+        vocabulary = json.loads((Path(model) / "config.json").read_text())["vocab_size"]
+        draw = random.Random(0)
+        common: dict[str, Any] = {
+            "model": model,
+            "max_model_len": context + 16,
+            "gpu_memory_utilization": 0.85,
+            "enable_prefix_caching": False,
+            "max_num_seqs": prompts,
+            "disable_log_stats": True,
+            "skip_tokenizer_init": True,
+        } | _graphs(prompts)
+        load = {"prompts": [[draw.randrange(10, vocabulary) for _ in range(context)] for _ in range(prompts)]}
+        rows = _run_all(table, tuple(table), common | (engine or {}), load, {}, folder, timeout_s, progress, None)
+    steps = [row.pop("steps", None) for row in rows]
+    if None not in steps:
+        rows[1]["tokens_ratio"] = rows[1]["cache_tokens"] / rows[0]["cache_tokens"]
+        pairs = list(zip(*steps, strict=True))
+        rows[1]["first_token_error"] = max(_difference(a[0], b[0]) for a, b in pairs)
+        rows[1]["second_token_error"] = max(
+            (_difference(a[1], b[1]) for a, b in pairs if a[0]["token"] == b[0]["token"]), default=math.nan
+        )
+    if done is not None:
+        done(rows)
+    return rows
+
+
+def _difference(a: dict[str, Any], b: dict[str, Any]) -> float:
+    """Return the largest difference of two steps' log-probabilities over the tokens that both list."""
+    return max((abs(value - b["logprobs"][token]) for token, value in a["logprobs"].items() if token in b["logprobs"]))
+
+
+def write_random_llama(folder: Path, config: dict[str, Any], logit_std: float = 0.3) -> None:
+    """Write a Llama with random weights whose attention is far from uniform, as a folder that vLLM loads.
+
+    Args:
+        config: as in config.json; torch_dtype is that of the weights.
+        logit_std: standard deviation of the logits.
+    """
+    from safetensors.torch import save_file
+
+    hidden, inner, head_size = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    heads, kv_heads = config["num_attention_heads"] * head_size, config["num_key_value_heads"] * head_size
+    generator = torch.Generator().manual_seed(1)
+    dtype = getattr(torch, config["torch_dtype"])
+
+    def matrix(rows: int, columns: int, gain: float) -> torch.Tensor:
+        return (torch.randn(rows, columns, generator=generator) * (gain / math.sqrt(columns))).to(dtype)
+
+    def ones() -> torch.Tensor:
+        return torch.ones(hidden, dtype=dtype)
+
+    weights = {
+        "model.embed_tokens.weight": matrix(config["vocab_size"], hidden, math.sqrt(hidden)),
+        "model.norm.weight": ones(),
+        "lm_head.weight": matrix(config["vocab_size"], hidden, logit_std),
+    }
+    for i in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{i}."
+        weights |= {
+            prefix + "input_layernorm.weight": ones(),
+            prefix + "post_attention_layernorm.weight": ones(),
+            prefix + "self_attn.q_proj.weight": matrix(heads, hidden, 1.7),
+            prefix + "self_attn.k_proj.weight": matrix(kv_heads, hidden, 1.7),
+            prefix + "self_attn.v_proj.weight": matrix(kv_heads, hidden, 1.7),
+            prefix + "self_attn.o_proj.weight": matrix(hidden, heads, 1.6),
+            prefix + "mlp.gate_proj.weight": matrix(inner, hidden, 1.1),
+            prefix + "mlp.up_proj.weight": matrix(inner, hidden, 1.1),
+            prefix + "mlp.down_proj.weight": matrix(hidden, inner, 0.8),
+        }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(weights, str(folder / "model.safetensors"), metadata={"format": "pt"})
 
 
 def _graphs(largest: int) -> dict[str, Any]:
@@ -200,7 +362,7 @@ def _run_all(
     names: tuple[str, ...],
     engine: dict[str, Any],
     load: dict[str, Any],
-    columns: dict[str, Any],
+    columns: dict[str, dict[str, Any]],
     folder: Path,
     timeout_s: float,
     progress: Progress | None,
@@ -218,7 +380,8 @@ def _run_all(
         config = load | {"engine": engine | table[name].engine}
         if "reference" in load:
             config["reference"] = name == load["reference"]
-        rows.append({"contender": name, **columns, **_run_contender(config, table[name].environment, folder, timeout_s)})
+        figures = _run_contender(config, table[name].environment, folder, timeout_s)
+        rows.append({"contender": name, **columns.get(name, {}), **figures})
         if done is not None:
             done(rows)
     if progress is not None:
@@ -255,8 +418,11 @@ def main() -> None:
     parser.add_argument("--requests", default="32", help="prompts served together, or 'fit': as many as the pool holds")
     parser.add_argument("--context", type=int, default=8000, help="tokens of a prompt")
     parser.add_argument("--new-tokens", type=int, default=128, help="tokens to generate")
+    parser.add_argument("--rounds", type=int, default=2, help="times that the load is served; the fastest counts")
     parser.add_argument("--quality", action="store_true", help="measure the divergence from the 16-bit cache")
+    parser.add_argument("--ranks", type=int, help="compare this many GPUs (tensor parallel) with one")
     parser.add_argument("--windows", type=Path, help="JSON file with rows of token numbers, for --quality")
+    parser.add_argument("--eval", type=Path, help="JSON file of nibblekv eval, for --quality: to be put beside")
     parser.add_argument("--contenders", default=None, help=f"some of: {'; '.join(QUALITY_CONTENDERS)} (separated by ';')")
     parser.add_argument("--engine", default="{}", help="further arguments of vllm.LLM, as JSON")
     parser.add_argument("--timeout", type=float, default=580.0, help="seconds for one contender")
@@ -276,20 +442,32 @@ def main() -> None:
 
     names = tuple(QUALITY_CONTENDERS if arguments.quality else CONTENDERS)
     common: dict[str, Any] = {
-        "contenders": names if arguments.contenders is None else tuple(arguments.contenders.split(";")),
         "engine": json.loads(arguments.engine),
         "timeout_s": arguments.timeout,
         "progress": progress,
         "done": done,
     }
-    if arguments.quality:
-        rows = bench_quality(arguments.model, json.loads(arguments.windows.read_text()), **common)
+    chosen = names if arguments.contenders is None else tuple(arguments.contenders.split(";"))
+    if arguments.ranks is not None:
+        rows = bench_ranks(arguments.ranks, arguments.model, **common)
+    elif arguments.quality:
+        found = [] if arguments.eval is None else json.loads(arguments.eval.read_text())["rows"]
+        expected = {row["format"]: row["kl_mean"] for row in found if "kl_mean" in row}
+        rows = bench_quality(
+            arguments.model, json.loads(arguments.windows.read_text()), contenders=chosen, expected=expected, **common
+        )  # fmt: skip
     else:
         requests = None if arguments.requests == "fit" else int(arguments.requests)
         rows = bench_serve(
-            arguments.model, requests=requests, context=arguments.context, new_tokens=arguments.new_tokens, **common
+            arguments.model,
+            requests=requests,
+            context=arguments.context,
+            new_tokens=arguments.new_tokens,
+            rounds=arguments.rounds,
+            contenders=chosen,
+            **common,
         )
-    columns = _QUALITY_COLUMNS if arguments.quality else _COLUMNS
+    columns = _QUALITY_COLUMNS if arguments.quality else _COLUMNS if arguments.ranks is None else _RANKS_COLUMNS
     print(f"{'':30}" + "".join(f"{column:>15}" for column in columns))
     for row in rows:
         cells = (f"{row[column]:,.5g}" if column in row else "-" for column in columns)

@@ -6,11 +6,14 @@ is not yet full is copied when one of its owners writes to it. Stored bytes are 
 
 With a window and sinks, attention reads the newest and the first tokens of a sequence unquantized: a store beside the
 pages, one row of fixed size per sequence and layer, holds them as well. Every token is in its page all the same.
+
+With a calibration, both hold mapped keys and values (`nibblekv.calibration`); callers see plain ones.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +24,7 @@ import torch
 
 from nibblekv import ops
 from nibblekv.backends import select_backend
+from nibblekv.calibration import LayerCalibration
 from nibblekv.layout import KVCacheLayout
 from nibblekv.options import AttentionOptions
 
@@ -102,6 +106,7 @@ class PagedKVCache:
         window: int = 0,
         sinks: int = 0,
         raw_dtype: torch.dtype = torch.bfloat16,
+        calibrations: Sequence[LayerCalibration | None] | None = None,
     ) -> None:
         """Create an empty cache.
 
@@ -112,9 +117,11 @@ class PagedKVCache:
             backend: see `nibblekv.backends.select_backend`.
             window, sinks: the last and the first tokens of each sequence that are read unquantized; 0: none.
             raw_dtype: of these tokens.
+            calibrations: one per layer, None for a layer without; none at all by default.
 
         Raises:
-            ValueError: no layout, negative window or sinks, different block sizes, num_blocks below 1 or beyond 2**31 slots.
+            ValueError: no layout, negative window or sinks, different block sizes, num_blocks below 1 or beyond 2**31 slots,
+                calibrations of other sizes than the layers'.
         """
         layouts = [layouts] if isinstance(layouts, KVCacheLayout) else list(layouts)
         if not layouts:
@@ -133,6 +140,7 @@ class PagedKVCache:
         # Of a layer whose newest step overwrote rows that its own queries read: the step, and the rows before it.
         self._raw_before: dict[int, tuple[CacheStep, torch.Tensor, torch.Tensor]] = {}
         self.layouts: list[KVCacheLayout] = []
+        self.calibrations: list[LayerCalibration | None] = []
         self.kv_caches: list[torch.Tensor] = []
         self.growable = num_blocks is None
         self.num_blocks = 1 if num_blocks is None else num_blocks
@@ -146,15 +154,19 @@ class PagedKVCache:
         # A call of a kind that passed every check once goes straight to its backend: the checks cost 0.1 ms per layer,
         # and the indices are our own.
         self._checked: dict[Any, Any] = {}
-        for layout in layouts:
-            self.add_layer(layout)
+        for layout, calibration in zip(layouts, calibrations or [None] * len(layouts), strict=True):
+            self.add_layer(layout, calibration)
 
-    def add_layer(self, layout: KVCacheLayout) -> int:
+    def add_layer(self, layout: KVCacheLayout, calibration: LayerCalibration | None = None) -> int:
         """Add a layer that shares the block tables, with zeroed pages; return its index."""
+        if calibration is not None:
+            calibration.check(layout.num_kv_heads, layout.head_size, layout.head_size_v)
+            calibration = calibration.to(self.device)
         if layout.block_size != self.block_size:
             raise ValueError(f"layout: expected block_size {self.block_size}, got {layout.block_size}")
         self.kv_caches.append(layout.allocate(self.num_blocks, self.device))
         self.layouts.append(layout)
+        self.calibrations.append(calibration)
         if self._raw_rows:
             self._raw.append(self._allocate_raw(layout))
         return len(self.layouts) - 1
@@ -284,6 +296,9 @@ class PagedKVCache:
             step: from `extend`.
             key: [sum(num_tokens), num_kv_heads, head_size]; value: [.., head_size_v]; see `nibblekv.reshape_and_cache`.
         """
+        calibration = self.calibrations[layer]
+        if calibration is not None:
+            key, value = calibration.stored(key, value)
         kv_cache, layout, slots = self.kv_caches[layer], self.layouts[layer], step.slot_mapping
         kind = (
             layer,
@@ -356,6 +371,24 @@ class PagedKVCache:
         Returns:
             As `nibblekv.paged_attention`.
         """
+        calibration = self.calibrations[layer]
+        if calibration is not None:
+            attend = functools.partial(self._attend, step, layer=layer, strict=strict)
+            return calibration.attend(attend, query, key=key, value=value, **options)
+        return self._attend(step, query, layer, key=key, value=value, strict=strict, **options)
+
+    def _attend(
+        self,
+        step: CacheStep,
+        query: torch.Tensor,
+        layer: int,
+        *,
+        key: torch.Tensor | None = None,
+        value: torch.Tensor | None = None,
+        strict: bool = False,
+        **options: Any,
+    ) -> Any:
+        """Attend as `attend` does, to what the cache holds."""
         kv_cache, layout = self.kv_caches[layer], self.layouts[layer]
         # Rows that attention reads in place are the same tensors in every call of a kind.
         in_place = bool(self._raw_rows) and isinstance(step.rows, slice) and not self._overwrites(step)
@@ -413,7 +446,9 @@ class PagedKVCache:
         """Return what a layer stores of a sequence as float32: key [length, num_kv_heads, head_size] and value."""
         sequence = self._lookup((seq_id,))[0]
         table = self._block_table[sequence.row]
-        return ops.gather_and_dequantize(self.kv_caches[layer], table, sequence.length, self.layouts[layer])
+        stored = ops.gather_and_dequantize(self.kv_caches[layer], table, sequence.length, self.layouts[layer])
+        calibration = self.calibrations[layer]
+        return stored if calibration is None else calibration.restored(*stored)
 
     def _allocate_raw(self, layout: KVCacheLayout) -> tuple[torch.Tensor, torch.Tensor]:
         shape = (self._raw_capacity, self._raw_rows, layout.num_kv_heads)

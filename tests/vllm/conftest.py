@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+
+from nibblekv.benchmarking_serve import TINY, write_random_llama
 
 _spec = importlib.util.find_spec("vllm")
 # This folder can pass for a namespace package of the same name; only an installed vLLM has an origin.
@@ -90,58 +91,18 @@ def smollm2() -> str:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return the folder of a random Llama of 3 layers whose attention is far from uniform."""
-    from safetensors.torch import save_file
-
-    hidden, inner, layers, heads, kv_heads, head_size, vocabulary = 128, 256, 3, 4, 2, 64, 512
+    """Return the folder of the tiny model."""
     folder = tmp_path_factory.mktemp("tiny")
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": head_size,
-        "vocab_size": vocabulary,
-        "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "hidden_act": "silu",
-        "torch_dtype": "float32",
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "tie_word_embeddings": False,
-    }
-    generator = torch.Generator().manual_seed(1)
+    save_tiny_model(folder)
+    return str(folder)
 
-    def random(rows: int, columns: int, std: float) -> torch.Tensor:
-        return torch.randn(rows, columns, generator=generator) * std
 
-    weights = {
-        "model.embed_tokens.weight": random(vocabulary, hidden, 1.0),
-        "model.norm.weight": torch.ones(hidden),
-        "lm_head.weight": random(vocabulary, hidden, 0.3),
-    }
-    for i in range(layers):
-        prefix = f"model.layers.{i}."
-        weights |= {
-            prefix + "input_layernorm.weight": torch.ones(hidden),
-            prefix + "post_attention_layernorm.weight": torch.ones(hidden),
-            prefix + "self_attn.q_proj.weight": random(heads * head_size, hidden, 0.15),
-            prefix + "self_attn.k_proj.weight": random(kv_heads * head_size, hidden, 0.15),
-            prefix + "self_attn.v_proj.weight": random(kv_heads * head_size, hidden, 0.15),
-            prefix + "self_attn.o_proj.weight": random(hidden, heads * head_size, 0.1),
-            prefix + "mlp.gate_proj.weight": random(inner, hidden, 0.1),
-            prefix + "mlp.up_proj.weight": random(inner, hidden, 0.1),
-            prefix + "mlp.down_proj.weight": random(hidden, inner, 0.05),
-        }
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(weights, str(folder / "model.safetensors"), metadata={"format": "pt"})
+def save_tiny_model(folder: Path) -> None:
+    """Save a random Llama of 3 layers whose attention is far from uniform."""
+    vocabulary = TINY["vocab_size"]
+    write_random_llama(folder, TINY, logit_std=3.4)
     words = {"type": "WordLevel", "vocab": {f"w{i}": i for i in range(vocabulary)}, "unk_token": "w0"}
     tokenizer = {"version": "1.0", "added_tokens": [], "pre_tokenizer": {"type": "Whitespace"}, "model": words}
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     special = {"bos_token": "w1", "eos_token": "w2", "unk_token": "w0"}
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **special}))
-    return str(folder)

@@ -43,7 +43,7 @@ def attention_layers(llm: Any) -> dict[str, Any]:
 
 def counters(llm: Any) -> dict[str, float]:
     """Return the engine's counters that the tests look at."""
-    wanted = ("vllm:num_preemptions", "vllm:prefix_cache_hits")
+    wanted = ("vllm:num_preemptions", "vllm:prefix_cache_hits", "vllm:external_prefix_cache_hits")
     return {metric.name: metric.value for metric in llm.get_metrics() if metric.name in wanted}
 
 
@@ -53,6 +53,7 @@ def describe(llm: Any) -> dict[str, Any]:
     layer = next(iter(attention_layers(llm).values()))
     return {
         "impl": f"{type(layer.impl).__module__}.{type(layer.impl).__name__}",
+        "ours": [layer.impl.is_ours for layer in attention_layers(llm).values() if hasattr(layer.impl, "is_ours")],
         "tokens": cache.num_gpu_blocks * cache.block_size,
         "cache_shape": list(layer.kv_cache.shape),
     }
@@ -215,7 +216,22 @@ def numerics(config: dict[str, Any]) -> dict[str, Any]:
     return describe(llm) | {"errors": errors, "least_norm": min(norms)}
 
 
-SCENARIOS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {"chat": chat, "numerics": numerics, "pressure": pressure}
+def offload(config: dict[str, Any]) -> dict[str, Any]:
+    """Ask, drive the answer's pages out of the pool, and ask again: they come back from where a connector kept them."""
+    llm = make_engine(config)
+    prompts = prompts_of(LENGTHS, SHARED)
+    first = generate(llm, prompts[7:])
+    generate(llm, [[token + 1 for token in prompt] for prompt in prompts])
+    before = counters(llm)
+    return describe(llm) | {"first": first, "again": generate(llm, prompts[7:]), "before": before, "after": counters(llm)}
+
+
+SCENARIOS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "chat": chat,
+    "numerics": numerics,
+    "offload": offload,
+    "pressure": pressure,
+}
 
 if __name__ == "__main__":
     result = SCENARIOS[sys.argv[1]](json.loads(Path(sys.argv[2]).read_text()))

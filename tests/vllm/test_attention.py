@@ -22,6 +22,7 @@ from nibblekv.integrations.vllm.cuda import (
 
 HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE, NUM_BLOCKS = 4, 2, 64, 16, 16
 SEQ_LENS, QUERY_LENS = [19, 64, 40, 33], [1, 3, 23, 33]
+INT4 = "int4_per_token_head"
 IMPLS = {"cpu": NibbleKVCPUImpl, "triton": NibbleKVTritonImpl}
 
 
@@ -37,7 +38,7 @@ def no_engine(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(cpu_attn, "get_current_vllm_config", lambda: config)
 
 
-def make_impl(kind: str, dtype: str = "int4_per_token_head", head_size: int = HEAD_SIZE, **arguments: Any) -> Any:
+def make_impl(kind: str, dtype: str = INT4, head_size: int = HEAD_SIZE, **arguments: Any) -> Any:
     """Build a layer's implementation as vLLM does."""
     defaults = {"alibi_slopes": None, "sliding_window": None}
     return IMPLS[kind](HEADS, head_size, head_size**-0.5, KV_HEADS, kv_cache_dtype=dtype, **defaults | arguments)
@@ -104,10 +105,13 @@ def padded_cache(impl: Any, slot_bytes: int) -> torch.Tensor:
     return memory.as_strided(shape, strides, 32)
 
 
-def run_step(impl: Any, step: Step, layer: Any, raw: bool = True) -> tuple[torch.Tensor, Any]:
-    """Write the history and the step's tokens, attend, and return (output, attend by the oracle given options)."""
+def run_step(impl: Any, step: Step, layer: Any, raw: bool = True, padding: int = 0) -> tuple[torch.Tensor, Any]:
+    """Write the history and the step's tokens, attend, and return (output, attend by the oracle given options).
+
+    padding: bytes by which vLLM's rows are longer than the format's.
+    """
     slot_bytes = HEAD_SIZE + 8 if impl.nibblekv_dtype.startswith("int4") else 2 * HEAD_SIZE + 8
-    cache = padded_cache(impl, slot_bytes)
+    cache = padded_cache(impl, slot_bytes + padding)
     starts = step.metadata.query_start_loc.tolist()
     new_slots = []
     for b, (key, value) in enumerate(step.history):
@@ -116,19 +120,17 @@ def run_step(impl: Any, step: Step, layer: Any, raw: bool = True) -> tuple[torch
         new_slots.append(step.slots[b][len(key) :])
     # vLLM pads: two rows beyond the slots, and a slot of -1.
     slots = torch.cat([*new_slots, torch.tensor([-1])])
-    padding = torch.full((2, KV_HEADS, HEAD_SIZE), torch.nan)
-    impl.do_kv_cache_update(layer, torch.cat((step.key, padding)), torch.cat((step.value, padding)), cache, slots)
+    beyond = torch.full((2, KV_HEADS, HEAD_SIZE), torch.nan)
+    impl.do_kv_cache_update(layer, torch.cat((step.key, beyond)), torch.cat((step.value, beyond)), cache, slots)
     output = torch.full((sum(QUERY_LENS) + 2, HEADS, HEAD_SIZE), torch.nan)
     query = torch.cat((step.query, torch.full((2, HEADS, HEAD_SIZE), torch.nan)))
-    impl.forward(
-        layer, query, torch.cat((step.key, padding)), torch.cat((step.value, padding)), cache, step.metadata, output
-    )
+    impl.forward(layer, query, torch.cat((step.key, beyond)), torch.cat((step.value, beyond)), cache, step.metadata, output)
     assert output[-2:].isnan().all()
 
     layout = impl.nibblekv_layout(layer, cache)
-    stored = []
+    stored, pages = [], impl.nibblekv_pages(cache, layout)
     for b, length in enumerate(SEQ_LENS):
-        key, value = (r.double() for r in gather_and_dequantize(cache, step.metadata.block_table[b], length, layout))
+        key, value = (r.double() for r in gather_and_dequantize(pages, step.metadata.block_table[b], length, layout))
         if raw and QUERY_LENS[b] > 8:
             key = torch.cat((key[: -QUERY_LENS[b]], step.key[starts[b] : starts[b + 1]].double()))
             value = torch.cat((value[: -QUERY_LENS[b]], step.value[starts[b] : starts[b + 1]].double()))
@@ -242,6 +244,18 @@ def test_the_profiling_run_gives_zeros(kind):
     assert torch.equal(output, torch.zeros_like(output))
 
 
+def test_the_profiling_run_sees_what_a_prefill_allocates(monkeypatch):
+    """Catches memory that vLLM gives to the cache and a long prompt then needs."""
+    from nibblekv.backends.triton.prefill import WORKSPACE_BYTES
+
+    seen: list[int] = []
+    impl, query = make_impl("triton"), torch.zeros(8, HEADS, HEAD_SIZE)
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda size, **how: seen.append(size) or empty(0))
+    impl.nibblekv_reserve(query)
+    assert seen == [WORKSPACE_BYTES + 4 * 8 * HEADS]
+
+
 @pytest.mark.parametrize("kind", list(IMPLS))
 def test_layers_that_cannot_store_these_pages_are_refused_when_they_are_built(kind):
     """Catches a refusal that would come with the first request."""
@@ -324,3 +338,36 @@ def test_graphs_are_captured_for_batches_of_one_query_length_only():
     support = NibbleKVTritonMetadataBuilder.get_cudagraph_support
     assert support(None, spec) is AttentionCGSupport.UNIFORM_BATCH
     assert support(None, SimpleNamespace(kv_quant_mode=SimpleNamespace(name="NONE"))) is AttentionCGSupport.ALWAYS
+
+
+@pytest.mark.parametrize("kind", list(IMPLS))
+@pytest.mark.parametrize("fmt", ["int4", "int4_per_token_head"])
+def test_rows_longer_than_the_format(kind, fmt, monkeypatch):
+    """Catches padding that is read as data: models of several head sizes have it in their larger layers."""
+    monkeypatch.setenv("NIBBLEKV_FORMAT", fmt)
+    output, expected = run_step(make_impl(kind), make_step(), LAYER, padding=16)
+    assert error(output, expected(AttentionOptions(HEAD_SIZE**-0.5))) < 1e-3
+
+
+@pytest.mark.parametrize("kv_heads", [(1, 1), (16, 4)], ids=["equal heads", "16 and 4 heads"])
+def test_layers_of_two_head_sizes_share_the_pool_without_waste(kv_heads, monkeypatch):
+    """Catches pages of sliding layers (head size 256) that are padded to those of full layers (512)."""
+    from vllm.v1.core.kv_cache_utils import unify_kv_cache_spec_page_size
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, SlidingWindowSpec
+
+    common = {"block_size": 16, "dtype": torch.uint8, "kv_quant_mode": KVQuantMode.INT4_PER_TOKEN_HEAD}
+    specs = {
+        "sliding": SlidingWindowSpec(num_kv_heads=kv_heads[0], head_size=256, sliding_window=512, **common),
+        "full": FullAttentionSpec(num_kv_heads=kv_heads[1], head_size=512, **common),
+    }
+    layers = {name: SimpleNamespace(head_size=s.head_size, kv_cache_dtype=INT4) for name, s in specs.items()}
+    compilation = SimpleNamespace(static_forward_context=layers)
+    monkeypatch.setattr(attention, "_last_compilation", lambda: compilation)
+    specs = {name: NibbleKVTritonBackend.customize_spec(spec) for name, spec in specs.items()}
+    for name, spec in unify_kv_cache_spec_page_size(specs).items():
+        assert spec.page_size_padded is None
+        needed = spec.block_size * spec.num_kv_heads * (spec.head_size + 8)
+        assert needed <= spec.page_size_bytes <= 1.02 * needed, name
+    del layers["sliding"]
+    alone = NibbleKVTritonBackend.customize_spec(FullAttentionSpec(num_kv_heads=1, head_size=512, **common))
+    assert alone.page_size_bytes == 16 * 520

@@ -37,7 +37,12 @@ def test_the_divergence_of_what_is_served(tiny_model, monkeypatch: pytest.Monkey
     engine = SMALL | {"dtype": "float32", "kv_cache_memory_bytes": 8 << 20}
     seen: list[int] = []
     rows = bench_quality(
-        tiny_model, windows, contenders=("int8, nibblekv",), engine=engine, done=lambda rows: seen.append(len(rows))
+        tiny_model,
+        windows,
+        contenders=("int8, nibblekv",),
+        expected={"int8_per_token_head": 0.5},
+        engine=engine,
+        done=lambda rows: seen.append(len(rows)),
     )
     assert seen == [1, 2]
     reference, ours = rows
@@ -45,4 +50,5 @@ def test_the_divergence_of_what_is_served(tiny_model, monkeypatch: pytest.Monkey
     assert reference["attention"].endswith("CPUAttentionBackendImpl")
     assert ours["attention"].endswith("NibbleKVCPUImpl")
     assert 0 < ours["kl_mean"] < 0.01
+    assert (ours["eval_kl_mean"], "eval_kl_mean" in reference) == (0.5, False)
     assert abs(ours["perplexity"] / reference["perplexity"] - 1) < 0.05

@@ -45,15 +45,16 @@ def test_real_model_answers_from_four_bits_in_less_than_two_sevenths_of_the_spac
 
 
 @pytest.mark.parametrize(
-    ("fmt", "strict", "triton_backend"),
+    ("fmt", "strict", "triton_backend", "slot_bytes"),
     [
-        ("int4", "0", False),
-        ("int4", "1", True),
-        ("int4_per_token_head", "1", False),
-        ("int8_per_token_head:int4", "0", True),
+        ("int4", "0", False, 72),
+        ("int4", "1", True, 72),
+        ("int4_per_token_head", "1", False, 72),
+        ("int8_per_token_head:int4", "0", True, 104),
+        ("int4:int3", "1", False, 64),
     ],
 )
-def test_layer_outputs_are_attention_over_the_stored_rows(run_scenario, tiny_model, fmt, strict, triton_backend):
+def test_layer_outputs_are_attention_over_the_stored_rows(run_scenario, tiny_model, fmt, strict, triton_backend, slot_bytes):
     """Catches wrong slots, tables, batch splits, and rows left unwritten, at every layer and step of a mixed batch.
 
     With `triton_backend` the engine runs the classes that serve a GPU: their hooks, metadata and calls, on CPU tensors.
@@ -65,7 +66,7 @@ def test_layer_outputs_are_attention_over_the_stored_rows(run_scenario, tiny_mod
         triton_backend=triton_backend,
     )
     assert run.result["impl"] == (TRITON_IMPL if triton_backend else IMPL)
-    assert run.result["cache_shape"][1:] == [2, 16, 72 + 32 * (fmt != fmt.split(":")[0])]
+    assert run.result["cache_shape"][1:] == [2, 16, slot_bytes]
     assert run.result["least_norm"] > 0.1
     assert max(run.result["errors"]) < 1e-3, max(run.result["errors"])
 
@@ -75,6 +76,14 @@ def test_an_eight_bit_cache_is_ours_too(run_scenario, tiny_model):
     run = run_scenario("numerics", tiny(tiny_model, kv_cache_dtype="int8_per_token_head", block_size=32), STRICT)
     assert run.result["impl"] == IMPL
     assert run.result["cache_shape"][1:] == [2, 32, 2 * 64 + 8]
+    assert max(run.result["errors"]) < 1e-3
+
+
+def test_layers_named_to_be_skipped_are_left_to_vllm(run_scenario, tiny_model):
+    """Catches one builder or one page size for layers of two kinds, and a skipped layer that is quantized all the same."""
+    settings = tiny(tiny_model, **INT4, block_size=32, kv_cache_dtype_skip_layers=["1"])
+    run = run_scenario("numerics", settings, STRICT)
+    assert run.result["ours"] == [True, False, True]
     assert max(run.result["errors"]) < 1e-3
 
 

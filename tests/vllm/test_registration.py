@@ -9,8 +9,10 @@ import zipfile
 
 import pytest
 from conftest import environment
+from vllm.config import CacheConfig
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+import nibblekv
 from nibblekv.integrations import vllm as plugin
 from nibblekv.integrations.vllm.settings import Settings
 
@@ -119,8 +121,20 @@ def test_versions_outside_the_tested_range_get_one_sentence(monkeypatch, version
     assert plugin.vllm_status()["supported"] == version.startswith("0.26")
 
 
+def test_metrics_name_who_keeps_the_cache(monkeypatch):
+    """Catches a dashboard that cannot tell our cache from vLLM's, whose dtype has the same name."""
+    plugin.register()
+    plugin.register()
+    ours = f"nibblekv {nibblekv.__version__}"
+    assert CacheConfig(cache_dtype="int4_per_token_head").metrics_info()["kv_cache_backend"] == ours
+    assert CacheConfig().metrics_info()["kv_cache_backend"] == "vllm"
+    monkeypatch.setenv("NIBBLEKV_DISABLE", "1")
+    assert CacheConfig(cache_dtype="int4_per_token_head").metrics_info()["kv_cache_backend"] == "vllm"
+
+
 def test_status_of_this_environment():
     status = plugin.vllm_status()
+    assert status["backends"]["TRITON_ATTN"].endswith(".NibbleKVTritonBackend")
     assert status["installed"]
     assert status["entry_point"]
     assert status["active"], status["reason"]
@@ -143,7 +157,7 @@ def test_settings(monkeypatch):
 @pytest.mark.parametrize(
     ("variable", "value", "message"),
     [
-        ("NIBBLEKV_FORMAT", "int3", "NIBBLEKV_FORMAT: expected one of int4"),
+        ("NIBBLEKV_FORMAT", "int5", "NIBBLEKV_FORMAT: expected one of int4"),
         ("NIBBLEKV_STRICT", "maybe", "NIBBLEKV_STRICT: expected 1 or 0, got 'maybe'"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -15,7 +16,10 @@ from pathlib import Path
 import pytest
 from conftest import environment
 
+import nibblekv
+
 START_SECONDS = 240
+README = Path(__file__).parent.parent.parent / "README.md"
 
 
 @pytest.fixture(scope="module")
@@ -25,16 +29,10 @@ def server(smollm2: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[t
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     log = tmp_path_factory.mktemp("server") / "log"
-    command = [
-        sys.executable,
-        "-m",
-        "vllm.entrypoints.openai.api_server",
-        "--model",
-        smollm2,
-        "--served-model-name",
-        "smollm2",
-    ]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--kv-cache-dtype", "int4_per_token_head", "--enforce-eager"]
+    # The line of the README as it stands, and what makes it small.
+    line = re.search(r"^vllm (serve MODEL .*)$", README.read_text(), re.MULTILINE)[1]
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", *line.replace("MODEL", smollm2).split()]
+    command += ["--served-model-name", "smollm2", "--host", "127.0.0.1", "--port", str(port), "--enforce-eager"]
     command += ["--max-model-len", "512", "--kv-cache-memory-bytes", str(32 << 20), "--gpu-memory-utilization", "0.3"]
     with log.open("w") as output:
         process = subprocess.Popen(command, env=environment(), stdout=output, stderr=subprocess.STDOUT)
@@ -83,3 +81,4 @@ def test_chat_completion_and_streaming_say_the_same(server):
     assert "nibblekv stores the KV cache of int4_per_token_head as int4 keys and int4 values" in log.read_text()
     metrics = urllib.request.urlopen(f"{address}/metrics", timeout=10).read().decode()
     assert 'cache_dtype="int4_per_token_head"' in metrics
+    assert f'kv_cache_backend="nibblekv {nibblekv.__version__}"' in metrics

@@ -27,13 +27,15 @@ import triton.language as tl
 
 from nibblekv.backends.triton import rotation
 from nibblekv.backends.triton.codec import (
+    UINT3,
     code_offset,
     code_unit,
     encode_float8,
     format_constants,
+    join_planes,
     join_streams,
     odd_stream_gain,
-    read_word_bytes,
+    read_dtype,
     split_streams,
     unpack_scale_ratio,
     unpack_scale_words,
@@ -444,6 +446,10 @@ def attention_kernel(
             v_codes = tl.load(
                 codes_v_ptr + (v_row[:, None] + column_v[None, :]), mask=(column_v < DV // 4)[None, :], other=0
             )
+        if K_CODE == UINT3:
+            k_codes = join_planes(k_codes, codes_k_ptr + k_row[None, :], column_k[:, None], D)
+        if V_CODE == UINT3:
+            v_codes = join_planes(v_codes, codes_v_ptr + v_row[:, None], column_v[None, :], DV)
         if PREFETCH:
             k_words = k_word
             v_words = v_word
@@ -679,7 +685,7 @@ def choose_config(
     # Always one row of tensor-core tiles: with 32 rows Triton 3.6 spills (3.4 times the instructions a value), with 64 it
     # takes warpgroup products and the result was wrong. Programs of one sequence share its pages through the L2 cache.
     block_m = 16
-    bits = max(layout.k_format.bits, layout.v_format.bits)
+    bits = max(layout.k_format.bits, layout.v_format.bits, 4)  # fewer are widened
     tile = 128 if 64 * bits < widest * bits <= 1024 else 64
     if (
         widest * bits == 512
@@ -908,12 +914,11 @@ def _fixed_arguments(layout: KVCacheLayout, dtype: torch.dtype, device: torch.de
     k_rotated, v_rotated = k_fmt.rotation != "none", v_fmt.rotation != "none"
     root = math.sqrt(rotation.inverse_gain(k_fmt.rotation, layout.head_size))
     score = softmax_scale * root / QUERY_GAIN.value
-    words = {2: torch.int16, 4: torch.int32}
     return _Fixed(
         rotation.matrix(k_fmt.rotation, layout.head_size, False, dtype, device) if k_rotated else None,
         rotation.matrix(v_fmt.rotation, layout.head_size_v, True, torch.bfloat16, device) if v_rotated else None,
-        words[read_word_bytes(k_fmt)],
-        words[read_word_bytes(v_fmt)],
+        read_dtype(k_fmt),
+        read_dtype(v_fmt),
         rotation.forward_gain(k_fmt.rotation, layout.head_size) * root * QUERY_GAIN.value,
         root * QUERY_GAIN.value,
         rotation.backward_gain(v_fmt.rotation, layout.head_size_v),

@@ -42,11 +42,13 @@ from nibblekv.backends.triton.attention import (
     visible_keys,
 )
 from nibblekv.backends.triton.codec import (
+    UINT3,
     code_unit,
     format_constants,
+    join_planes,
     join_streams,
     odd_stream_gain,
-    read_word_bytes,
+    read_dtype,
     unpack_scale_words,
     unpack_streams,
 )
@@ -84,6 +86,8 @@ def dequantize_kernel(
     codes = tl.load(
         codes_ptr + (codes_row[:, None] + column[None, :]), mask=mask[:, None] & (column < D // 4)[None, :], other=0
     )
+    if CODE == UINT3:
+        codes = join_planes(codes, codes_ptr + codes_row[:, None], column[None, :], D)
     words = tl.load(words_ptr + w_offset + page * w_b + inner * w_s + (first_head + head) * w_h, mask=mask, other=0)
     scale, bias = unpack_scale_words(words, CODE, WORD, ASM)
     c0, c1, c2, c3 = unpack_streams(codes, CODE, ASM)
@@ -268,7 +272,24 @@ def attend(
         bare = replace(options, sinks=None, output_scale=None)
         _attend_dense(query, own, seq_lens, query_start_loc, bare, rows, part_lse, max_query_len)
     elif starts is None or library != "torch":
-        _attend_by_flash(library, query, key, value, query_start_loc, options.softmax_scale, raw, max_query_len)
+        cu_seqlens = query_start_loc.to(torch.int32)
+        its_out = rows if library == VLLM_FLASH else None
+        part, its_lse = _attend_by_flash(
+            library,
+            query,
+            key,
+            value,
+            cu_seqlens,
+            cu_seqlens,
+            max_query_len,
+            max_query_len,
+            options.softmax_scale,
+            True,
+            its_out,
+        )
+        if its_out is None:
+            rows.copy_(part)
+        part_lse.copy_(its_lse)
     else:
         for begin, end in itertools.pairwise(starts):
             if begin < end:
@@ -327,7 +348,6 @@ def attend(
                 _attend_prefix(
                     query[these], kv_cache, block_table[first], its_lens, its_starts, layout, its_options, out[these],
                     RawPart(raw.rows[these], raw.lse[these]), lengths[first] - (tokens.stop - tokens.start),
-                    library == VLLM_FLASH,
                 )  # fmt: skip
         first = last
 
@@ -382,12 +402,10 @@ def _attend_prefix(
     out: torch.Tensor,
     raw: RawPart,
     context_len: int,
-    by_flash: bool,
 ) -> None:
     """Attend one sequence's queries to its stored prefix, by groups of heads and chunks of context, and merge with `raw`.
 
-    Intermediate merges go to raw's own tensors, the last one to out; raw.lse ends as the whole log-sum-exp. by_flash: vLLM's
-    FlashAttention takes these heads.
+    Intermediate merges go to raw's own tensors, the last one to out; raw.lse ends as the whole log-sum-exp.
     """
     num_queries = query.shape[0]
     group = query.shape[1] // layout.num_kv_heads
@@ -410,6 +428,9 @@ def _attend_prefix(
     border = max(first_key, context_len - options.raw_window + 1) if options.raw_window else context_len
     pieces = [(start, min(chunk, border - start), 0) for start in range(first_key, border, chunk)]
     pieces += [(start, min(chunk, context_len - start), options.raw_window) for start in range(border, context_len, chunk)]
+    if not pieces and options.sinks is None and options.output_scale is None and out.data_ptr() == raw.rows.data_ptr():
+        return
+    library = _flash_library(layout, device)
     for head in range(0, layout.num_kv_heads, heads):
         q_heads = slice(head * group, (head + heads) * group)
         part_out, part_raw = target[:, q_heads], RawPart(raw.rows[:, q_heads], raw.lse[:, q_heads])
@@ -425,17 +446,19 @@ def _attend_prefix(
             _dequantize(kv_cache, table, layout, False, start, head, keys, k_gain)
             _dequantize(kv_cache, table, layout, True, start, head, values, v_gain)
             plain = _is_plain(its) and not its_window
-            if plain and not by_flash and _torch_takes(q, keys, values, False):
+            if plain and library is not None:
+                rows, lse = _attend_by_flash(
+                    library, q, keys, values, _bounds(num_queries, device), _bounds(count, device), num_queries, count,
+                    its.softmax_scale, False,
+                )  # fmt: skip
+            elif plain and _torch_takes(q, keys, values, False):
                 rows, lse = _attend_by_torch(q, keys, values, False, its.softmax_scale)
             else:
                 rows = torch.empty(num_queries, heads * group, layout.head_size_v, dtype=torch.float16, device=device)
-                if plain and by_flash:
-                    lse = _attend_stored_by_flash(q, keys, values, its.softmax_scale, rows)
-                else:
-                    lse = torch.empty(num_queries, heads * group, dtype=torch.float32, device=device)
-                    dense = Dense(keys, values, heads, group, start)
-                    its_options = replace(its, raw_window=its_window)
-                    _attend_dense(q, dense, seq_lens, query_start_loc, its_options, rows, lse, num_queries)
+                lse = torch.empty(num_queries, heads * group, dtype=torch.float32, device=device)
+                dense = Dense(keys, values, heads, group, start)
+                its_options = replace(its, raw_window=its_window)
+                _attend_dense(q, dense, seq_lens, query_start_loc, its_options, rows, lse, num_queries)
             last = piece is pieces[-1]
             _merge(rows, lse, 1, part_raw, part_out if last else part_raw.rows, layout, sinks if last else None,
                    options.output_scale if last else None, 1.0 / v_gain)  # fmt: skip
@@ -484,13 +507,12 @@ def _dequantize(
     """Write gain times the stored rows (rotated domain) of one sequence into dense [tokens, heads, head size] float16."""
     places = geometry(layout, kv_cache)
     fmt = layout.v_format if of_value else layout.k_format
-    words = {2: torch.int16, 4: torch.int32}[read_word_bytes(fmt)]
     num_tokens, num_heads, size = dense.shape
     tile = 64
     launch(
         dequantize_kernel,
         (cdiv(num_tokens, tile), num_heads),
-        (kv_cache.view(words), kv_cache.view(torch.int32), table, dense),
+        (kv_cache.view(read_dtype(fmt)), kv_cache.view(torch.int32), table, dense),
         (*(places.v_codes if of_value else places.k_codes), *(places.v_words if of_value else places.k_words), gain),
         (first_token, num_tokens, first_head),
         (
@@ -575,19 +597,6 @@ def _attend_chunk_by_torch(
         raw.lse[:, q] = lse
 
 
-def _attend_stored_by_flash(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, softmax_scale: float, rows: torch.Tensor
-) -> torch.Tensor:
-    """Attend one sequence's queries to all of the keys with vLLM's FlashAttention, into rows; return lse [n, heads]."""
-    count, num_keys = query.shape[0], key.shape[0]
-    starts, key_starts = (torch.arange(0, n + 1, n, dtype=torch.int32, device=query.device) for n in (count, num_keys))
-    _, lse = importlib.import_module(VLLM_FLASH).flash_attn_varlen_func(
-        q=query, k=key, v=value, cu_seqlens_q=starts, cu_seqlens_k=key_starts, max_seqlen_q=count, max_seqlen_k=num_keys,
-        softmax_scale=softmax_scale, causal=False, return_softmax_lse=True, fa_version=_vllm_flash_version(), out=rows,
-    )  # fmt: skip
-    return lse.transpose(0, 1)
-
-
 def _torch_params(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool
 ) -> torch.backends.cuda.SDPAParams:
@@ -604,21 +613,38 @@ def _torch_takes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ca
 
 def _attend_by_flash(
     library: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, query_start_loc: torch.Tensor,
-    softmax_scale: float, raw: RawPart, max_query_len: int,
-) -> None:  # fmt: skip
-    """Attend every sequence's chunk causally with FlashAttention's varlen function, into raw."""
-    starts = query_start_loc.to(torch.int32)
-    attend_varlen = importlib.import_module(library).flash_attn_varlen_func
+    key_start_loc: torch.Tensor, max_query_len: int, max_key_len: int, softmax_scale: float, causal: bool,
+    out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Attend sequences [n, heads, D] with FlashAttention's varlen function; return rows and natural log-sum-exp [n, heads].
+
+    Args:
+        query_start_loc, key_start_loc: int32.
+        out: where vLLM's build writes the rows.
+    """
     how: dict[str, Any] = {"return_attn_probs": True}
     if library == VLLM_FLASH:
-        how = {"return_softmax_lse": True, "fa_version": _vllm_flash_version(), "out": raw.rows}
-    results = attend_varlen(
-        q=query, k=key, v=value, cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=max_query_len,
-        max_seqlen_k=max_query_len, softmax_scale=softmax_scale, causal=True, **how,
+        how = {"return_softmax_lse": True, "fa_version": _vllm_flash_version(), "out": out}
+    results = importlib.import_module(library).flash_attn_varlen_func(
+        q=query, k=key, v=value, cu_seqlens_q=query_start_loc, cu_seqlens_k=key_start_loc, max_seqlen_q=max_query_len,
+        max_seqlen_k=max_key_len, softmax_scale=softmax_scale, causal=causal, **how,
     )  # fmt: skip
-    if library != VLLM_FLASH:
-        raw.rows.copy_(results[0])
-    raw.lse.copy_(results[1].transpose(0, 1))
+    return results[0], results[1].transpose(0, 1)
+
+
+def _bounds(length: int, device: torch.device) -> torch.Tensor:
+    """Return [0, length] int32, made on the device: a copy from the host would wait for it."""
+    return torch.arange(0, 2 * length, length, dtype=torch.int32, device=device)
+
+
+def _flash_library(layout: KVCacheLayout, device: torch.device) -> str | None:
+    """Return the FlashAttention package that takes such heads, None if there is none."""
+    if device.type != "cuda" or not layout.head_size == layout.head_size_v <= 256:
+        return None
+    # vLLM's build is taken where vLLM runs; importing all of vLLM for it would be a surprise.
+    if VLLM_FLASH in sys.modules and _vllm_flash_version() is not None:
+        return VLLM_FLASH
+    return "flash_attn" if importlib.util.find_spec("flash_attn") is not None else None
 
 
 @functools.cache
@@ -643,12 +669,9 @@ def _library_for(
         return None
     if query.shape[0] < LONG_QUERY:
         return None
-    same = layout.head_size == layout.head_size_v <= 256
-    # vLLM's build is taken where vLLM runs; importing all of vLLM for it would be a surprise.
-    if same and VLLM_FLASH in sys.modules and _vllm_flash_version() is not None:
-        return VLLM_FLASH
-    if same and importlib.util.find_spec("flash_attn") is not None:
-        return "flash_attn"
+    library = _flash_library(layout, query.device)
+    if library is not None:
+        return library
     return "torch" if lengths_known and _torch_takes(query, key, value, True) else None
 
 

@@ -7,12 +7,15 @@ own implementation.
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import importlib.util
 import logging
 import re
+import sys
 from typing import Any
 
+import nibblekv
 from nibblekv.formats import get_format
 from nibblekv.integrations.vllm.settings import DTYPES, SUPPORTED, Settings
 
@@ -60,6 +63,28 @@ def register() -> None:
     for backend, path in BACKENDS.items():
         if backend in AttentionBackendEnum.__members__:
             register_backend(AttentionBackendEnum[backend], path)
+    _name_in_metrics()
+    # An engine whose model is built in other processes has imported its scheduler, and connectors with it, by now; where
+    # a model is built, `attention` sees to it: to import vLLM's connectors here would take seconds.
+    if "vllm.distributed.kv_transfer.kv_connector.factory" in sys.modules:
+        importlib.import_module("nibblekv.integrations.vllm.transfer").name_pages()
+
+
+def _name_in_metrics() -> None:
+    """Add a label to vLLM's metric `cache_config_info`: the attention backends keep vLLM's names, which it compares."""
+    from vllm.config import CacheConfig
+
+    describe = CacheConfig.metrics_info
+    if getattr(describe, "names_nibblekv", False):
+        return
+
+    @functools.wraps(describe)
+    def metrics_info(self: Any) -> dict[str, str]:
+        served = self.cache_dtype in DTYPES and not Settings.from_environment().disabled
+        return describe(self) | {"kv_cache_backend": f"nibblekv {nibblekv.__version__}" if served else "vllm"}
+
+    metrics_info.names_nibblekv = True  # type: ignore[attr-defined]
+    CacheConfig.metrics_info = metrics_info
 
 
 def vllm_status() -> dict[str, Any]:
@@ -71,6 +96,7 @@ def vllm_status() -> dict[str, Any]:
         entry_point: whether vLLM will find the plugin (the package is installed with its metadata).
         active: whether the plugin will be in use: found, supported or newer, not switched off.
         reason: why it is not active, or None.
+        backends: vLLM's name of each attention backend that is replaced -> our class.
         dtypes: for each `--kv-cache-dtype` served: the formats of keys and values, bits per value at head size 128.
     """
     settings = Settings.from_environment()
@@ -101,6 +127,7 @@ def vllm_status() -> dict[str, Any]:
         "entry_point": entry_point,
         "active": reason is None,
         "reason": reason,
+        "backends": dict(BACKENDS),
         "dtypes": dtypes,
     }
 

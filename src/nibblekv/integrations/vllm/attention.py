@@ -15,6 +15,7 @@ Each backend defines all of these hooks; a release calls the ones that it knows.
 from __future__ import annotations
 
 import functools
+import weakref
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,15 +27,17 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionType
 
 from nibblekv.formats import check_head_size, get_format
 from nibblekv.integrations.vllm.settings import DTYPES, Settings
+from nibblekv.integrations.vllm.transfer import name_pages
 from nibblekv.layout import KVCacheLayout
 from nibblekv.ops import paged_attention, reshape_and_cache
 
 logger = init_logger("vllm.nibblekv")
 
-# Settings and cache dtype of the model that this process has built last: vLLM calls some hooks outside its configuration
-# context.
+# Settings, cache dtype and owner of the layers of the model that this process has built last: vLLM calls some hooks outside
+# its configuration context. The layers hold the cache, so they are not kept alive.
 _last_settings: Settings | None = None
 _last_dtype: str | None = None
+_last_compilation: weakref.ref[Any] | None = None
 
 
 @dataclass
@@ -58,11 +61,12 @@ class PrefillSplit:
 
 def current_settings() -> Settings:
     """Return the settings of the model being built, else of the last one built, else of the environment."""
-    global _last_settings, _last_dtype
+    global _last_settings, _last_dtype, _last_compilation
     config = get_current_vllm_config_or_none()
     if config is not None:
         _last_settings = Settings.from_environment().updated(config.additional_config)
         _last_dtype = None if config.cache_config is None else config.cache_config.cache_dtype
+        _last_compilation = weakref.ref(config.compilation_config)
     elif _last_settings is None:
         return Settings.from_environment()
     return _last_settings
@@ -99,13 +103,28 @@ def layout_of(
 
 
 def customize_spec(spec: Any) -> Any:
-    """Return vLLM's cache spec with the bytes that one (head, token) of the chosen formats takes."""
+    """Return vLLM's cache spec with the bytes that one (head, token) of the chosen formats takes.
+
+    Layers of several head sizes share one pool, in which vLLM enlarges blocks where one page size divides the other, and
+    else pads pages: `int4` rows of 264 and 520 bytes (head sizes 256 and 512) would waste half of the smaller layers' pages.
+    So the larger rows are padded to a multiple of the smallest, 528 bytes.
+    """
     if spec.state_content_bytes is not None:
         return spec
-    dtype = spec.kv_quant_mode.name.lower()
-    # A spec that is only asked for its bytes per token may have a block size of 1.
-    layout = layout_of(current_settings(), dtype, spec.num_kv_heads, spec.head_size, spec.head_size_v, 16)
-    return replace(spec, state_content_bytes=layout.slot_bytes)
+    settings, dtype = current_settings(), spec.kv_quant_mode.name.lower()
+
+    def slot_bytes(head_size: int, head_size_v: int) -> int:
+        # A spec that is only asked for its bytes per token may have a block size of 1.
+        return layout_of(settings, dtype, spec.num_kv_heads, head_size, head_size_v, 16).slot_bytes
+
+    content = slot_bytes(spec.head_size, spec.head_size_v)
+    compilation = None if _last_compilation is None else _last_compilation()
+    layers = {} if compilation is None else compilation.static_forward_context
+    ours = (layer for layer in layers.values() if getattr(layer, "kv_cache_dtype", None) == dtype)
+    smallest = min((layer.head_size for layer in ours), default=spec.head_size)
+    if spec.head_size == spec.head_size_v and spec.head_size % smallest == 0:
+        content = max(content, spec.head_size // smallest * slot_bytes(smallest, smallest))
+    return replace(spec, state_content_bytes=content)
 
 
 def kv_cache_shape(
@@ -224,6 +243,7 @@ class QuantizedAttention:
                     "--kv-cache-dtype-skip-layers"
                 )
             check_head_size(head_size)
+            name_pages()
             self.nibblekv_settings = current_settings()
             self.nibblekv_dtype = kv_cache_dtype
             self.nibblekv_shape = (num_kv_heads, head_size)
@@ -283,6 +303,7 @@ class QuantizedAttention:
         if output_block_scale is not None:
             raise NotImplementedError("output_block_scale: expected None, got fused block-scaled output quantization")
         if attn_metadata is None:
+            self.nibblekv_reserve(query)
             return output.fill_(0)
         options: dict[str, Any] = {
             "causal": attn_metadata.causal,
@@ -298,6 +319,9 @@ class QuantizedAttention:
         self.nibblekv_attend(layer, query, key, value, kv_cache, attn_metadata, output, output_scale, options)
         return output
 
+    def nibblekv_reserve(self, query: torch.Tensor) -> None:
+        """Allocate, for vLLM's profiling run to see, what attending so many queries takes; nothing unless overridden."""
+
     def nibblekv_layout(self, layer: torch.nn.Module, kv_cache: torch.Tensor) -> KVCacheLayout:
         """Return the layout of this layer's cache."""
         num_kv_heads, head_size = self.nibblekv_shape
@@ -305,6 +329,13 @@ class QuantizedAttention:
         return layout_of(
             self.nibblekv_settings, self.nibblekv_dtype, num_kv_heads, head_size, head_size_v, kv_cache.shape[2]
         )  # fmt: skip
+
+    def nibblekv_pages(self, kv_cache: torch.Tensor, layout: KVCacheLayout) -> torch.Tensor:
+        """Return the cache as bytes, without what `customize_spec` padded its rows by."""
+        pages = kv_cache.view(torch.uint8)
+        if pages.shape[-1] == layout.slot_bytes:
+            return pages
+        return pages.flatten(-2)[..., : layout.tile_bytes] if layout.page == "planar" else pages[..., : layout.slot_bytes]
 
     def nibblekv_write(
         self,
@@ -316,12 +347,13 @@ class QuantizedAttention:
     ) -> None:
         """Store the new tokens. key and value may be longer than slot_mapping: the rest is padding."""
         num_tokens = min(slot_mapping.shape[0], key.shape[0])
+        layout = self.nibblekv_layout(layer, kv_cache)
         reshape_and_cache(
             key[:num_tokens],
             value[:num_tokens],
-            kv_cache.view(torch.uint8),
+            self.nibblekv_pages(kv_cache, layout),
             slot_mapping[:num_tokens],
-            self.nibblekv_layout(layer, kv_cache),
+            layout,
             backend=self.nibblekv_settings.backend,
         )
 
@@ -348,8 +380,8 @@ class QuantizedAttention:
         options = {**self.nibblekv_options, **options}
         if output_scale is not None:
             options["output_scale"] = output_scale.view(1)
-        cache = kv_cache.view(torch.uint8)
         layout = self.nibblekv_layout(layer, kv_cache)
+        cache = self.nibblekv_pages(kv_cache, layout)
         num_seqs = metadata.seq_lens.shape[0]
         num_decodes = num_seqs if split is None else split.num_decodes
         boundary = num_tokens if split is None else split.num_decode_tokens

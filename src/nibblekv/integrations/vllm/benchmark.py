@@ -21,6 +21,7 @@ from vllm import LLM, SamplingParams
 from nibblekv.integrations.vllm import register
 
 LATENCY_ROUNDS = 3
+LISTED_TOKENS = 10
 # Teacher-forced: the first tokens of a window are its prompt, so few that they count as decoding; the rest is forced.
 PROMPT_TOKENS = 8
 # Predictions of a window's first quarter read little cache and are not scored, as in `nibblekv.evaluation`.
@@ -37,11 +38,7 @@ def build(config: dict[str, Any], report: Report) -> LLM:
     begin = time.perf_counter()
     llm = LLM(**config["engine"])
     cache = llm.llm_engine.vllm_config.cache_config
-    attention = {
-        f"{type(layer.impl).__module__}.{type(layer.impl).__name__}"
-        for layer in llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
-        if hasattr(layer, "impl")
-    }
+    attention = {name for rank in llm.apply_model(implementations) for name in rank}
     report(
         {
             "start_s": time.perf_counter() - begin,
@@ -52,16 +49,23 @@ def build(config: dict[str, Any], report: Report) -> LLM:
     return llm
 
 
+def implementations(model: torch.nn.Module) -> set[str]:
+    """Return the classes that attend in a model."""
+    impls = (module.impl for module in model.modules() if hasattr(module, "impl"))
+    return {f"{type(impl).__module__}.{type(impl).__name__}" for impl in impls}
+
+
 def measure(config: dict[str, Any], report: Report) -> None:
     """Build the engine and time prefills, decoding and single requests.
 
     Args:
-        config: engine (arguments of `vllm.LLM`), context, new_tokens, vocab_size, and requests (None: as many as the
-            pool holds at once).
+        config: engine (arguments of `vllm.LLM`), context, new_tokens, vocab_size, requests (None: as many as the pool holds
+            at once), and rounds, of which the fastest counts.
         report: takes figures as they are found: those of `build`, requests, warm_s (the first prompts, which compile
-            kernels), ttft_ms (median of single requests), prefill_tok_s, decode_tok_s (new tokens after the first, of all
-            requests together), total_tok_s (prompt and new tokens over the whole time), output_tok_s (new tokens over the
-            whole time). A load that fills the pool is served once: it has neither prefill_tok_s nor decode_tok_s.
+            kernels), ttft_ms (median of single requests), first_prefill_s, prefill_tok_s, decode_tok_s (new tokens after
+            the first, of all requests together), total_tok_s (prompt and new tokens over the whole time), output_tok_s
+            (new tokens over the whole time). A load that fills the pool is served once: it has neither prefill_tok_s nor
+            decode_tok_s.
     """
     llm = build(config, report)
     context, new_tokens = config["context"], config["new_tokens"]
@@ -82,20 +86,31 @@ def measure(config: dict[str, Any], report: Report) -> None:
     # Three prompts: the second and the third are cut, so that chunks with stored tokens before them are met too.
     report({"requests": requests, "warm_s": run(prompts[:3], 2)})
     report({"ttft_ms": 1000 * statistics.median(run([prompts[i % requests]], 1) for i in range(LATENCY_ROUNDS))})
-    prefill_s = 0.0
     if config["requests"]:
-        prefill_s = run(prompts, 1)
-        report({"prefill_s": prefill_s, "prefill_tok_s": requests * context / prefill_s})
-    total_s = run(prompts, new_tokens)
-    report(
-        {
-            "total_s": total_s,
-            "total_tok_s": requests * (context + new_tokens) / total_s,
-            "output_tok_s": requests * new_tokens / total_s,
-        }
-    )
-    if config["requests"]:
-        report({"decode_tok_s": requests * (new_tokens - 1) / (total_s - prefill_s)})
+        # Kernels for so many requests and queries are compiled during the first.
+        report({"first_prefill_s": run(prompts, 1)})
+    prefills, totals = [], []
+    for _ in range(config["rounds"] if config["requests"] else 1):
+        if config["requests"]:
+            prefills.append(run(prompts, 1))
+        totals.append(run(prompts, new_tokens))
+        total_s = min(totals)
+        report(
+            {
+                "total_s": total_s,
+                "total_tok_s": requests * (context + new_tokens) / total_s,
+                "output_tok_s": requests * new_tokens / total_s,
+            }
+        )
+        if prefills:
+            prefill_s = min(prefills)
+            report(
+                {
+                    "prefill_s": prefill_s,
+                    "prefill_tok_s": requests * context / prefill_s,
+                    "decode_tok_s": requests * (new_tokens - 1) / (total_s - prefill_s),
+                }
+            )
 
 
 def measure_quality(config: dict[str, Any], report: Report) -> None:
@@ -173,6 +188,29 @@ def measure_quality(config: dict[str, Any], report: Report) -> None:
         )
 
 
+def measure_tokens(config: dict[str, Any], report: Report) -> None:
+    """Build the engine and report the log-probabilities of two tokens after each prompt: the second is read from pages.
+
+    Args:
+        config: engine, prompts (token numbers).
+        report: takes the figures of `build` and steps: per prompt two records of token and logprobs (token -> value).
+    """
+    llm = build(config, report)
+    sampling = SamplingParams(max_tokens=2, ignore_eos=True, temperature=0.0, detokenize=False, logprobs=LISTED_TOKENS)
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in config["prompts"]], sampling, use_tqdm=False)
+    report(
+        {
+            "steps": [
+                [
+                    {"token": token, "logprobs": {str(t): entry.logprob for t, entry in step.items()}}
+                    for token, step in zip(output.outputs[0].token_ids, output.outputs[0].logprobs or (), strict=True)
+                ]
+                for output in outputs
+            ]
+        }
+    )
+
+
 def main(config_file: Path, result_file: Path) -> None:
     """Run what a configuration asks for."""
     config = json.loads(config_file.read_text())
@@ -184,7 +222,12 @@ def main(config_file: Path, result_file: Path) -> None:
         partial.write_text(json.dumps(found))
         os.replace(partial, result_file)
 
-    (measure_quality if "windows" in config else measure)(config, report)
+    if "prompts" in config:
+        measure_tokens(config, report)
+    elif "windows" in config:
+        measure_quality(config, report)
+    else:
+        measure(config, report)
 
 
 if __name__ == "__main__":

@@ -64,6 +64,12 @@ class NibbleKVTritonMetadataBuilder(TritonAttentionMetadataBuilder):
 class NibbleKVTritonImpl(QuantizedAttention, TritonAttentionImpl):
     """One layer's attention on a CUDA GPU."""
 
+    def nibblekv_reserve(self, query: torch.Tensor) -> None:
+        """Allocate what a prefill takes beside its output: the kernels' workspace, and a float32 for each query's head."""
+        from nibblekv.backends.triton.prefill import WORKSPACE_BYTES
+
+        torch.empty(WORKSPACE_BYTES + 4 * query.shape[0] * query.shape[1], dtype=torch.uint8, device=query.device)
+
 
 class NibbleKVTritonBackend(QuantizedBackend, TritonAttentionBackend):
     """Stands for TRITON_ATTN in vLLM's table."""

@@ -37,7 +37,7 @@ LONG_STEPS, SHORT_STEPS = 4, 1
 LONG_CALL = 4096
 
 _FLOOR = gl.constexpr(SCALE_FLOOR)
-_EDGE = gl.constexpr(EDGE)
+_EDGE = gl.constexpr(EDGE["uint4"])
 _INF = gl.constexpr(float("inf"))
 
 

@@ -1,0 +1,120 @@
+"""Pages that leave an engine, for a disk, a store or another engine: a reader must store the same bytes.
+
+vLLM's connectors name pages by model, tokens and cache dtype, and `int4_per_token_head` may stand for several formats. So a
+connector that keeps pages in a folder gets a folder of its own for each format and version, and NIXL, whose peers compare a
+hash before they exchange pages and refuse one another where it differs, gets the format in that hash.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+from pathlib import Path
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.logger import init_logger
+
+from nibblekv.formats import get_format
+from nibblekv.integrations.vllm.settings import DTYPES, Settings
+
+__all__ = ["name_pages", "pages_name"]
+
+logger = init_logger("vllm.nibblekv")
+
+_NIXL_WORKER = "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker"
+# Entries of a connector's configuration that name a folder of pages, and connectors that have a default for it.
+_FOLDERS = ("shared_storage_path", "disk_path", "root_dir")
+_DEFAULT_FOLDERS = {"ExampleConnector": "/tmp", "SharedStorageConnector": "/tmp"}
+# Connectors that keep pages in folders or in the engine's own memory only, or make other connectors.
+_LOCAL = {*_DEFAULT_FOLDERS, "OffloadingConnector", "SimpleCPUOffloadConnector", "DecodeBenchConnector", "MultiConnector"}
+
+
+def pages_name(config: Any) -> str | None:
+    """Return a name of what an engine's pages hold: formats, versions, arrangement. None for vLLM's own bytes."""
+    cache = config.cache_config
+    settings = Settings.from_environment().updated(config.additional_config)
+    if settings.disabled or cache.cache_dtype not in DTYPES:
+        return None
+    formats = [get_format(name) for name in settings.formats(cache.cache_dtype)]
+    if all(fmt.name == cache.cache_dtype for fmt in formats):
+        return None
+    planar = any(fmt.page == "planar" for fmt in formats)
+    page = f"planar{cache.block_size}" if planar else "interleaved"
+    return "-".join(("nibblekv", *(f"{fmt.name}.v{fmt.version}" for fmt in formats), page))
+
+
+def name_pages() -> None:
+    """Have vLLM's factory of connectors keep our pages apart from others. Idempotent."""
+    create = KVConnectorFactory.create_connector
+    if getattr(create, "names_pages", False):
+        return
+
+    @functools.wraps(create)
+    def create_connector(config: Any, role: Any, kv_cache_config: Any) -> Any:
+        name = pages_name(config)
+        return create(config if name is None else _apart(config, name), role, kv_cache_config)
+
+    create_connector.names_pages = True  # type: ignore[attr-defined]
+    KVConnectorFactory.create_connector = create_connector
+
+
+def _apart(config: Any, name: str) -> Any:
+    """Return vLLM's configuration with folders of pages replaced by subfolders of that name; prepare NIXL's hash."""
+    connector = config.kv_transfer_config.kv_connector
+    entries = config.kv_transfer_config.kv_connector_extra_config
+    if connector in _DEFAULT_FOLDERS:
+        entries = {"shared_storage_path": _DEFAULT_FOLDERS[connector]} | entries
+    if connector.startswith("Nixl"):
+        _name_in_nixl_hash()
+    elif connector not in _LOCAL:
+        logger.warning_once(
+            "%s does not compare what its peers store: give each the same NIBBLEKV_FORMAT and version of nibblekv, here %s.",
+            connector,
+            name,
+        )
+    config = copy.copy(config)
+    config.kv_transfer_config = copy.copy(config.kv_transfer_config)
+    config.kv_transfer_config.kv_connector_extra_config = _in_subfolders(entries, name)
+    return config
+
+
+def _in_subfolders(entries: Any, name: str) -> Any:
+    if isinstance(entries, list):
+        return [_in_subfolders(entry, name) for entry in entries]
+    if not isinstance(entries, dict):
+        return entries
+    return {
+        key: _subfolder(value, name) if key in _FOLDERS and isinstance(value, str) else _in_subfolders(value, name)
+        for key, value in entries.items()
+    }
+
+
+def _subfolder(folder: str, name: str) -> str:
+    """Return folder/name, the folder itself if it has that name; say what else the folder holds."""
+    path = Path(folder)
+    if path.name == name:
+        return folder
+    others = sorted(other.name for other in path.glob("nibblekv-*") if other.name != name)
+    if others:
+        logger.warning_once(
+            "%s holds pages of %s, which this engine does not read: it stores %s.", folder, ", ".join(others), name
+        )
+    return str(path / name)
+
+
+def _name_in_nixl_hash() -> None:
+    worker: Any = importlib.import_module(_NIXL_WORKER)
+    compute = worker.compute_nixl_compatibility_hash
+    if getattr(compute, "names_pages", False):
+        return
+
+    @functools.wraps(compute)
+    def compute_with_name(vllm_config: Any, attn_backend_name: str, *arguments: Any, **named: Any) -> str:
+        name = pages_name(vllm_config)
+        backend = attn_backend_name if name is None else f"{attn_backend_name} {name}"
+        return str(compute(vllm_config, backend, *arguments, **named))
+
+    compute_with_name.names_pages = True  # type: ignore[attr-defined]
+    worker.compute_nixl_compatibility_hash = compute_with_name
