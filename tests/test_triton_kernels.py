@@ -291,11 +291,19 @@ def test_raw_window_beside_every_layout(name: str) -> None:
     """Catches raw rows that are rotated back, and head sizes of keys and values that are mixed up."""
     layout = LAYOUTS[name]
     batch = make_batch(layout, [1, 4], [19, 50], group=3, index=torch.int64)
-    options = AttentionOptions(softmax_scale=layout.head_size**-0.5, **raw_rows(batch, 9, 2))
+    dtype = torch.float32 if layout.head_size_v <= backend.WIDEST_RAW else torch.bfloat16
+    options = AttentionOptions(softmax_scale=layout.head_size**-0.5, **raw_rows(batch, 9, 2, dtype))
+    assert backend.supports(layout, options, DEVICE) is None
     out, lse = batch.attend(backend, options)
     expected, expected_lse = batch.attend(reference, options)
     assert relative_error(out, expected) < 1e-3
     torch.testing.assert_close(lse, expected_lse, atol=1e-3, rtol=0)
+
+
+def test_wide_raw_rows_of_float32_are_refused() -> None:
+    layout = LAYOUTS["int4-fp8-40-512"]
+    options = AttentionOptions(softmax_scale=1.0, **raw_rows(make_batch(layout, [1], [2]), 1, 0))
+    assert "head size 256, got 512" in (backend.supports(layout, options, DEVICE) or "")
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["stored", "own"])
