@@ -18,6 +18,7 @@ from nibblekv.rotation import RotationKind, rotation_signs
 
 __all__ = ["Plan", "decode", "plan", "supports"]
 
+CODES = ("uint4", "int8", "fp8")
 HEAD_SIZES = (64, 128, 256)
 ALIGNMENT = 16
 LOG2_E = 1.4426950408889634
@@ -64,6 +65,8 @@ def supports(
     """Return None if `decode` serves such a call, else the reason why not. Reads metadata only."""
     if device.type != "cuda" or _capability(device) != (9, 0):
         return f"needs a GPU of compute capability 9.0, got {device}"
+    if layout.k_format.code not in CODES or layout.v_format.code not in CODES:
+        return f"needs codes of {CODES}, got {layout.k_format.name} and {layout.v_format.name}"
     if layout.head_size not in HEAD_SIZES or layout.head_size_v != layout.head_size:
         return f"needs equal head sizes of {HEAD_SIZES}, got {layout.head_size} and {layout.head_size_v}"
     if layout.block_size & (layout.block_size - 1):
