@@ -109,7 +109,10 @@ def test_prefill_allocates_its_workspace_and_split_buffers_only(page, num_seqs, 
     layout = KVCacheLayout.create(**PAGES[page], num_kv_heads=8, head_size=128)
     extra = extra_bytes(make_call(layout, num_seqs, query_len, context, raw=True, window=window))
     lse = 4 * num_seqs * query_len * layout.num_kv_heads * 4
-    splits = split_bytes(layout, num_seqs, query_len, context, window=window) if query_len < prefill.LONG_QUERY else 0
+    # Of long queries, one sequence's float16 rows over its prefix are what is merged.
+    splits = 2 * query_len * layout.num_kv_heads * 4 * layout.head_size_v
+    if query_len < prefill.LONG_QUERY:
+        splits = split_bytes(layout, num_seqs, query_len, context, window=window)
     assert extra <= prefill.WORKSPACE_BYTES + 2 * lse + splits + ROUNDING
 
 

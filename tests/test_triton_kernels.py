@@ -416,12 +416,12 @@ def test_splits_fill_the_device_for_any_query_length(monkeypatch: pytest.MonkeyP
 
 
 def test_workspace_is_bounded() -> None:
-    """Case 25: dequantized keys and values, rotated queries and their rows never exceed 64 MiB, whatever the lengths."""
+    """Case 25: dequantized keys and values and rotated queries never exceed 64 MiB, whatever the lengths."""
     for head_size, context, group in ((128, 30720, 4), (512, 1_000_000, 1), (64, 10, 1), (256, 30000, 8)):
         layout = KVCacheLayout.create("int4", num_kv_heads=8, head_size=head_size)
         rows = min(100_000, prefill.queries_at_once(layout, group)) * group
         heads, keys = prefill.workspace_chunks(layout, context, rows)
-        assert heads * (keys + rows) * 2 * 2 * head_size <= 64 << 20
+        assert heads * (2 * keys + rows) * 2 * head_size <= 64 << 20
         assert 8 % heads == 0
         assert 1 <= keys <= context
 

@@ -7,7 +7,7 @@ Three parts, merged by log-sum-exp:
                   `dequantize_kernel` writes once, as float16 in the rotated domain;
     the merge     `combine_kernel`, which also undoes the rotation of the prefix part.
 A raw window and sinks before the chunk go in between: they are merged into the chunk's part, and the prefix leaves them out.
-All that a call allocates beside split buffers stays within 64 MiB at a time, by groups of heads and slices of keys.
+All that a call allocates beside unmerged rows stays within 64 MiB at a time, by groups of heads and slices of keys.
 The inner loop over a long prefix never unpacks codes: 2,048 queries would unpack each key 64 times.
 """
 
@@ -58,7 +58,7 @@ from nibblekv.layout import KVCacheLayout
 from nibblekv.options import AttentionOptions
 
 VLLM_FLASH = "vllm.vllm_flash_attn.flash_attn_interface"
-# Bytes of dequantized keys and values, rotated queries and unmerged rows that exist at once.
+# Bytes of dequantized keys and values and of rotated queries that exist at once; unmerged rows are a split buffer.
 WORKSPACE_BYTES = 64 << 20
 # From so many queries on a sequence's prefix is dequantized; fewer read packed pages.
 LONG_QUERY = 128
@@ -469,20 +469,22 @@ def _attend_prefix(
 
 def queries_at_once(layout: KVCacheLayout, group: int) -> int:
     """Return how many queries of a sequence attend its prefix at once: those of one KV head take half of the workspace."""
-    return max(LONG_QUERY, WORKSPACE_BYTES // 2 // (2 * group * (layout.head_size + layout.head_size_v)))
+    return max(LONG_QUERY, WORKSPACE_BYTES // 2 // (2 * group * layout.head_size))
 
 
 def workspace_chunks(layout: KVCacheLayout, num_keys: int, num_rows: int) -> tuple[int, int]:
     """Return (KV heads, keys) that are dequantized at once: of as many heads as half of WORKSPACE_BYTES holds num_rows
-    rotated queries and their rows, as many keys as the rest holds.
+    rotated queries, as many keys as the rest holds.
 
     Heads go first: a dense kernel takes 256 rows a multiprocessor, and with two KV heads of four 2,048 queries filled half.
     """
-    most = WORKSPACE_BYTES // (2 * (layout.head_size + layout.head_size_v))
+    row_bytes, key_bytes = 2 * layout.head_size * num_rows, 2 * (layout.head_size + layout.head_size_v)
     heads = max(
-        h for h in range(1, layout.num_kv_heads + 1) if layout.num_kv_heads % h == 0 and (h == 1 or 2 * h * num_rows <= most)
+        h
+        for h in range(1, layout.num_kv_heads + 1)
+        if layout.num_kv_heads % h == 0 and (h == 1 or 2 * h * row_bytes <= WORKSPACE_BYTES)
     )
-    return heads, min(max(num_keys, 1), max(most // heads - num_rows, 1))
+    return heads, min(max(num_keys, 1), max((WORKSPACE_BYTES // heads - row_bytes) // key_bytes, 1))
 
 
 def _merge(
