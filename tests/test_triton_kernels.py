@@ -426,6 +426,19 @@ def test_workspace_is_bounded() -> None:
         assert 1 <= keys <= context
 
 
+@pytest.mark.parametrize("name", ["host-lengths", "window", "alibi", "sinks", "softcap"])
+def test_long_stored_queries_equal_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries that read stored keys alone, in slices over a dequantized prefix and their own keys."""
+    monkeypatch.setattr(prefill, "LONG_QUERY", 5)
+    monkeypatch.setattr(prefill, "queries_at_once", lambda layout, group: 4)
+    batch = make_batch(create(), [2, 7], [23, 34])
+    options = AttentionOptions(softmax_scale=0.125, **{**OPTIONS[name](), "host_lengths": ([0, 2, 9], [23, 34])})
+    out, lse = batch.attend(backend, options)
+    expected, expected_lse = batch.attend(reference, options, dtype=torch.float32)
+    assert relative_error(out, expected) < 1e-3
+    torch.testing.assert_close(lse, expected_lse, atol=1e-3, rtol=1e-3)
+
+
 @pytest.mark.parametrize("name", ["alibi", "window"])
 def test_slices_of_queries_keep_their_positions(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches slices of a long prompt that take themselves for the last queries of the sequence."""
