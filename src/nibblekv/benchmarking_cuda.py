@@ -311,9 +311,9 @@ def _errors(shape: Shape, layout: KVCacheLayout, backend: str, window: int, sink
             own = torch.full(copy["query"].shape, torch.nan, device="cuda")
             raw = {name: value for name, value in copy.items() if name.startswith("raw_")}
             options = AttentionOptions(shape.head_size**-0.5, **raw)
-            packed = {name: value for name, value in copy.items() if name not in raw}
+            pages = {name: value for name, value in copy.items() if name not in raw}
             select_backend(backend, layout, options, own.device).paged_attention(
-                **packed, layout=layout, options=options, out=own, lse=None, key=None, value=None,
+                **pages, layout=layout, options=options, out=own, lse=None, key=None, value=None,
                 max_query_len=shape.query_len, max_seq_len=shape.context,
             )  # fmt: skip
             out = torch.full_like(copy["query"], torch.nan)

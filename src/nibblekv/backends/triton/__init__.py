@@ -102,6 +102,13 @@ def paged_attention(
             max_query_len, max_seq_len,
         )  # fmt: skip
         return
+    if options.host_lengths is not None and options.raw_key is None and not options.batch_invariant:
+        from nibblekv.backends.triton import prefill
+
+        # A slice of a long query does not know the query-query bias of the whole, nor keys after it.
+        if max_query_len >= prefill.LONG_QUERY and options.qq_bias is None and options.causal is True:
+            prefill.attend_stored(query, kv_cache, block_table, seq_lens, query_start_loc, layout, options, out, lse)
+            return
     from nibblekv.backends.triton.launch import replay
 
     # A bound that grows by one each step would make every step a call of its own.
