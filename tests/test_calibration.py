@@ -317,7 +317,7 @@ def test_channels_that_are_always_zero_give_finite_scales(tiny, windows):
 
 def logits(model, ids, cuts=(), **options):
     """Return the logits of ids [1, n] from a cache that takes them in chunks."""
-    cache = attach(model, **{"block_size": 16, "strict": True, **options})
+    cache = attach(model, **{"block_size": 16, "strict": True, "window": 0, "sinks": 0, **options})
     with torch.no_grad():
         parts = [model(part, **cache_argument(model, cache)).logits for part in ids.tensor_split(list(cuts), 1)]
     detach(model)

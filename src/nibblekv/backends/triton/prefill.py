@@ -341,9 +341,12 @@ def attend(
             most = queries_at_once(layout, query.shape[1] // layout.num_kv_heads)
             for begin in range(tokens.start, tokens.stop, most):
                 these = slice(begin, min(begin + most, tokens.stop))
+                its_lens = seq_lens[first:last]
+                if tokens.stop - tokens.start > most:
+                    its_lens = its_lens - (tokens.stop - these.stop)
+                    its_starts = (query_start_loc[first : last + 1] - starts[first]).clamp(max=these.stop - begin)
                 _attend_prefix(
-                    query[these], kv_cache, block_table[first], seq_lens[first:last] - (tokens.stop - these.stop),
-                    its_starts.clamp(max=these.stop - begin), layout, its_options, out[these],
+                    query[these], kv_cache, block_table[first], its_lens, its_starts, layout, its_options, out[these],
                     RawPart(raw.rows[these], raw.lse[these]), lengths[first] - (tokens.stop - tokens.start),
                 )  # fmt: skip
         first = last
@@ -442,12 +445,13 @@ def _attend_prefix(
             values = value_space[: count * heads * layout.head_size_v].view(count, heads, layout.head_size_v)
             _dequantize(kv_cache, table, layout, False, start, head, keys, k_gain)
             _dequantize(kv_cache, table, layout, True, start, head, values, v_gain)
-            if _is_plain(its) and not its_window and library is not None:
+            plain = _is_plain(its) and not its_window
+            if plain and library is not None:
                 rows, lse = _attend_by_flash(
                     library, q, keys, values, _bounds(num_queries, device), _bounds(count, device), num_queries, count,
                     its.softmax_scale, False,
                 )  # fmt: skip
-            elif _is_plain(its) and not its_window and _torch_takes(q, keys, values, False):
+            elif plain and _torch_takes(q, keys, values, False):
                 rows, lse = _attend_by_torch(q, keys, values, False, its.softmax_scale)
             else:
                 rows = torch.empty(num_queries, heads * group, layout.head_size_v, dtype=torch.float16, device=device)
@@ -458,6 +462,7 @@ def _attend_prefix(
             last = piece is pieces[-1]
             _merge(rows, lse, 1, part_raw, part_out if last else part_raw.rows, layout, sinks if last else None,
                    options.output_scale if last else None, 1.0 / v_gain)  # fmt: skip
+            del rows, lse  # before the next ones are allocated
         if not pieces:
             _merge(raw.rows, raw.lse, 0, part_raw, part_out, layout, sinks, options.output_scale, 1.0)
 
@@ -468,13 +473,14 @@ def queries_at_once(layout: KVCacheLayout, group: int) -> int:
 
 
 def workspace_chunks(layout: KVCacheLayout, num_keys: int, num_rows: int) -> tuple[int, int]:
-    """Return (KV heads, keys) that are dequantized at once: as many heads as WORKSPACE_BYTES holds with num_rows rotated
-    queries and rows of each, then as many keys."""
+    """Return (KV heads, keys) that are dequantized at once: of as many heads as half of WORKSPACE_BYTES holds num_rows
+    rotated queries and their rows, as many keys as the rest holds.
+
+    Heads go first: a dense kernel takes 256 rows a multiprocessor, and with two KV heads of four 2,048 queries filled half.
+    """
     most = WORKSPACE_BYTES // (2 * (layout.head_size + layout.head_size_v))
     heads = max(
-        h
-        for h in range(1, layout.num_kv_heads + 1)
-        if layout.num_kv_heads % h == 0 and (h == 1 or h * (num_keys + num_rows) <= most)
+        h for h in range(1, layout.num_kv_heads + 1) if layout.num_kv_heads % h == 0 and (h == 1 or 2 * h * num_rows <= most)
     )
     return heads, min(max(num_keys, 1), max(most // heads - num_rows, 1))
 

@@ -120,8 +120,8 @@ def plan(
     """Choose launch parameters from what the host knows: one wave of one-warp blocks.
 
     Eight blocks a multiprocessor keep 139 KB in flight on each; more only lengthen the queues and the merge. At head size
-    256, where a split's rows to merge weigh twice as much, three. Tiles of longer rows have half as many tokens. Blocks of
-    raw rows come on top: they are few and short.
+    256, where a split's rows to merge weigh twice as much, four: one to a scheduler. Tiles of longer rows have half as many
+    tokens. Blocks of raw rows come on top: they are few and short.
 
     Args:
         slot_bytes: of a token of one head; default: of 4-bit codes.
@@ -130,9 +130,9 @@ def plan(
     """
     widest = max(head_size, 128) + 2 * SCALE_WORD_BYTES
     warps, tile, stages = 1, 64 if slot_bytes is None or slot_bytes <= widest else 32, 2
-    blocks = num_sms * (3 if head_size == 256 else 8) // warps
+    blocks = num_sms * (4 if head_size == 256 else 8) // warps
     splits = max(1, min(skew * blocks // (num_seqs * (num_kv_heads // warps)), -(-max_seq_len // tile)))
-    if splits > 8 and splits * tile < max_seq_len // 4:
+    if splits > 8 and splits * tile < max_seq_len // 4 and head_size < 256:
         # Few long sequences: half as many splits, each with a third tile in flight, leave less to merge.
         stages, splits = 3, splits // 2
     raw_splits = min(-(-raw_rows // RAW_STEP), max(1, num_sms * RAW_BLOCKS // (num_seqs * num_kv_heads)))
