@@ -457,8 +457,8 @@ def _attend_prefix(
 ) -> None:
     """Attend one sequence's queries to its stored prefix, by groups of heads and chunks of context, and merge with `raw`.
 
-    With `own`, their number, they attend their own stored keys too. Intermediate merges go to raw's own tensors, the last one
-    to out; raw.lse ends as the whole log-sum-exp.
+    With `own`, their number, they attend their own stored keys too. Intermediate merges go to raw's own tensors, the last
+    one to out; raw.lse ends as the whole log-sum-exp.
     """
     num_queries = query.shape[0]
     group = query.shape[1] // layout.num_kv_heads
