@@ -309,9 +309,11 @@ def _errors(shape: Shape, layout: KVCacheLayout, backend: str, window: int, sink
             copy |= {name: copy[name].to(dtype) for name in ("raw_key", "raw_value") if name in copy}
             # The public call returns the queries' dtype; a backend itself takes any, so its own error can be told apart.
             own = torch.full(copy["query"].shape, torch.nan, device="cuda")
-            options = AttentionOptions(shape.head_size**-0.5)
+            raw = {name: value for name, value in copy.items() if name.startswith("raw_")}
+            options = AttentionOptions(shape.head_size**-0.5, **raw)
+            pages = {name: value for name, value in copy.items() if name not in raw}
             select_backend(backend, layout, options, own.device).paged_attention(
-                **copy, layout=layout, options=options, out=own, lse=None, key=None, value=None,
+                **pages, layout=layout, options=options, out=own, lse=None, key=None, value=None,
                 max_query_len=shape.query_len, max_seq_len=shape.context,
             )  # fmt: skip
             out = torch.full_like(copy["query"], torch.nan)
