@@ -339,14 +339,16 @@ def test_packed_nan_inside_the_window_changes_nothing() -> None:
     assert relative_error(out, batch.attend(reference, options)[0]) < 1e-3
 
 
-@pytest.mark.parametrize("layout", [create("int3", v_format="int2", head_size_v=40), create(v_format="int3")], ids=str)
+@pytest.mark.parametrize(
+    "layout", [create("int3", v_format="int2", head_size_v=40), create(v_format="int3")], ids=["int3-int2", "int4-int3"]
+)
 def test_prefix_of_few_bits_equals_reference(layout: KVCacheLayout, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches planes that the kernel for long prefixes puts together wrongly."""
     monkeypatch.setattr(prefill, "LONG_QUERY", 5)
     batch = make_batch(layout, [2, 5], [23, 54])
     options = AttentionOptions(softmax_scale=0.125)
-    out, _ = batch.attend(backend, options, own=True)
-    assert relative_error(out, batch.attend(reference, options, own=True)[0]) < 1e-3
+    out, _ = batch.attend(backend, options, raw=True)
+    assert relative_error(out, batch.attend(reference, options, raw=True)[0]) < 1e-3
 
 
 def test_row_that_sees_nothing_is_zero() -> None:
