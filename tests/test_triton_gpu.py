@@ -160,7 +160,7 @@ def test_a_repeated_call_reads_and_writes_the_tensors_that_it_is_given(page, win
 
 @pytest.mark.parametrize("page", PAGES)
 def test_long_queries_read_stored_keys_alone(page):
-    """Without raw keys, with lengths that the host knows: dense attention over dequantized keys, the queries' own too."""
+    """Without raw keys, where the host knows the lengths: dense attention over dequantized keys, the queries' own too."""
     layout = KVCacheLayout.create(**PAGES[page], num_kv_heads=8, head_size=128)
     arguments = make_call(layout, 2, 300, 1000, dtype=torch.float16).keywords | {"return_lse": True}
     expected, expected_lse = nibblekv.paged_attention(**arguments | {"out": None}, backend="reference")

@@ -836,8 +836,10 @@ def decode_kernel(
         for n in gl.static_range(NC):
             factors = factors + (decay[n] * shrink,)
 
-        # What rounding takes from a weight, times the middle of the codes: the rest of its error is of random sign.
-        middle = _as_float(reference) * _middle(V_CODE)
+        # A weight's rounding error is worth its product with the mean code, if the bias is counted from there: of the sum of
+        # all eight lanes of a column, which a product with ones gives, each takes an eighth.
+        middle = _as_float(reference) * (_middle(V_CODE) / 8)
+        ones = lane * 0 + 0x3C003C00
         for i in gl.static_range(NG):
             v0, v1 = _value_words(ve_here, 16 * i, ROWS, KB, VB, MIXED), _value_words(vo_here, 16 * i, ROWS, KB, VB, MIXED)
             v2 = _value_words(ve_here, 16 * i + SECOND, ROWS, KB, VB, MIXED)
@@ -852,21 +854,25 @@ def decode_kernel(
                     p = gl.exp2(score[(2 * i + r) * NC + n] - (top[n] - _HEADROOM))
                     kept_total = kept_total + (new_total[n] + p,)
                     if V_BIASED:
-                        kept_offset = kept_offset + (new_offset[n] + p * v_bias[2 * i + r],)
+                        kept_offset = kept_offset + (
+                            new_offset[n] + p * (v_bias[2 * i + r] + v_scale[2 * i + r] * _middle(V_CODE)),
+                        )
                     weighted = weighted + (p * scale,)
                 new_total = kept_total
-                new_offset = ()
+                new_offset = kept_offset
                 for nt in gl.static_range(NT):
                     if PAIR:
                         packed = ptx.pack_half2(weighted[0], zero)
                     else:
                         packed = ptx.pack_half2(weighted[2 * nt], weighted[2 * nt + 1])
-                    if V_BIASED:
-                        rounded = ptx.unpack2(packed, True)
-                        for n in gl.static_range(NC // NT):
-                            lost = weighted[2 * nt + n] - rounded[n]
-                            new_offset = new_offset + (kept_offset[2 * nt + n] + lost * middle,)
                     p_fragments = p_fragments + (ptx.transpose8(packed),)
+            if V_BIASED:
+                kept_offset = ()
+                for nt in gl.static_range(NT):
+                    sums = ptx.mma((ones, ones, ones, ones), p_fragments[nt], p_fragments[NT + nt], (zero, zero, zero, zero))
+                    for n in gl.static_range(NC // NT):
+                        kept_offset = kept_offset + (new_offset[2 * nt + n] - sums[n] * middle,)
+                new_offset = kept_offset
             if i % SPAN == 0:
                 fresh = (zero,) * (4 * MT * NT)
             updated = ()
