@@ -21,7 +21,7 @@ setup(
                 "-fno-trapping-math",
                 "-ffp-contract=off",
                 "-Wno-psabi",
-                "-Wno-maybe-uninitialized",
+                "-Wno-uninitialized",  # GCC 12's own headers
             ],
             optional=True,  # without a compiler the package installs, and the backend says what is missing
         )

@@ -47,6 +47,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "interleaved pages, HND": {"page": "interleaved"},
     "interleaved pages, NHD": {"page": "interleaved", "block_order": "NHD"},
     "8-bit keys, 4-bit values": {"format": "int8_per_token_head", "v_format": "int4"},
+    "4-bit keys, 3-bit values": {"format": "int4", "v_format": "int3"},
     "key and value sizes differ (192, 128)": {"head_size": 192, "head_size_v": 128},
     "blocks of 64 tokens": {"block_size": 64},
 }

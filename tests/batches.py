@@ -14,6 +14,8 @@ from nibblekv.backends import BACKENDS, get_backend
 
 POISON = 0xFF  # code 15 or NaN, and a scale word that is NaN
 CANARY = 0xA5
+# (least, most) error of normal rows of any head size relative to their norm, by bits of a code.
+NORMAL_ERROR = {2: (0.3, 0.48), 3: (0.14, 0.24), 4: (0.07, 0.14), 8: (0.002, 0.03)}
 
 
 def usable_backends() -> list[str]:

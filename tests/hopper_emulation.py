@@ -71,19 +71,25 @@ class Language:
     static_range = staticmethod(range)
     num_warps = staticmethod(lambda: 1)
     cdiv = staticmethod(lambda a, b: -(-a // b))
-    abs, log2, zeros_like = staticmethod(np.abs), staticmethod(np.log2), staticmethod(np.zeros_like)
+    abs, log2 = staticmethod(np.abs), staticmethod(np.log2)
     exp2 = staticmethod(lambda x: np.exp2(x, dtype=np.float32).view(Lanes))
     maximum, minimum = staticmethod(np.fmax), staticmethod(np.fmin)
     BlockedLayout = SwizzledSharedLayout = SliceLayout = staticmethod(lambda *arguments: None)
 
     def __init__(self):
-        self.pid = 0
+        self.pid = self.axis1 = self.programs = 0
 
     def program_id(self, axis):
-        return lanes(self.pid if axis == 0 else 0, np.int32)
+        return lanes(self.pid if axis == 0 else self.axis1, np.int32)
+
+    def num_programs(self, axis):
+        return lanes(self.programs, np.int32)
 
     def arange(self, first, last, layout):
         return lanes(np.arange(first, last), np.int32)
+
+    def zeros_like(self, x):
+        return np.zeros_like(x)
 
     def full(self, shape, value, dtype, layout):
         return lanes(np.full(shape, value), dtype)
@@ -170,6 +176,20 @@ class Instructions:
         parts = (word & 0x000F000F, word & 0x00F000F0, h & 0x000F000F, h & 0x00F000F0)
         return tuple(lanes(part.astype(np.uint32).view(np.int32)) for part in parts)
 
+    def _spread(self, low, high, floats):
+        """Two bytes of every lane as fp16: codes + 128 in subnormals, or e4m3 times 2^-8, all finite."""
+        codes = np.stack([low, high], 1).astype(np.uint16)
+        halves = (codes & 0x80) << 8 | (codes & 0x7F) << 7 if floats else codes ^ 0x80
+        return lanes(np.ascontiguousarray(halves.astype(np.uint16)).view(np.int32)[:, 0].copy())
+
+    def unpack_bytes(self, word, floats):
+        parts = np.ascontiguousarray(word).view(np.ndarray).view(np.uint8).reshape(32, 4)
+        return tuple(self._spread(parts[:, i], parts[:, i + 1], floats) for i in (0, 2))
+
+    def pair_bytes(self, a, b, floats):
+        a, b = (np.ascontiguousarray(x).view(np.ndarray).view(np.uint8).reshape(32, 4) for x in (a, b))
+        return tuple(self._spread(a[:, i], b[:, i], floats) for i in range(4))
+
     def pair_halves(self, a, b):
         a, b = (x.view(np.ndarray).view(np.uint32) for x in (a, b))
         pairs = ((a & 0xFFFF) | (b << np.uint32(16)), (a >> np.uint32(16)) | (b & np.uint32(0xFFFF0000)))
@@ -178,6 +198,26 @@ class Instructions:
     def pack_half2(self, low, high):
         halves = np.stack([np.broadcast_to(x, 32).astype(np.float16) for x in (low, high)], 1)
         return lanes(halves.view(np.int32)[:, 0].copy())
+
+    def pack2(self, low, high, half):
+        if half:
+            return self.pack_half2(low, high)
+        words = np.stack([np.broadcast_to(x, 32) for x in (low, high)], 1).astype(np.float32).view(np.uint32)
+        rounded = (words + 0x7FFF + (words >> 16 & 1)) >> 16  # no NaN is rotated here
+        return lanes(np.ascontiguousarray(rounded.astype(np.uint16)).view(np.int32)[:, 0].copy())
+
+    def add_nothing2(self, word, zeros, half):
+        parts = [held + 0 * part for part, held in zip(self.unpack2(word, half), self.unpack2(zeros, half), strict=True)]
+        return lanes(np.where(np.isnan(parts).any(0), 0x7FFF7FFF, 0), np.int32)
+
+    def warp_or_bits(self, x):
+        return lanes(np.full(32, np.bitwise_or.reduce(np.broadcast_to(x, 32))), np.int32)
+
+    def divide(self, x, y):
+        return (x / y).astype(np.float32)
+
+    def floor_bits(self, x):
+        return (np.float64(8388608) + np.floor(x.astype(np.float64))).astype(np.float32).view(np.int32).view(Lanes)
 
     def transpose8(self, pair):
         return lanes(pair.view(np.ndarray).view(np.uint16).reshape(8, 8).T.copy().view(np.int32).reshape(32))
@@ -206,17 +246,18 @@ class _Unpacked(Instructions):
         return tuple(Instructions.unpack2(self, word, half))
 
 
-def emulate(kernel, module, programs, *arguments):
-    """Run the programs 0 to `programs` - 1 of a one-warp kernel of `module`, in turn.
+def emulate(kernel, modules, programs, *arguments, axis1=0):
+    """Run the programs (0 to `programs` - 1, `axis1`) of a kernel in turn, with one warp each.
 
     Args:
-        kernel: a jitted function of `module`.
+        kernel: a jitted function. modules: those whose names it uses, its own last.
         arguments: tensors on the CPU, numbers and constants, in the kernel's order.
     """
     language, instructions = Language(), _Unpacked()
     scope = {"gl": language, "ptx": instructions, "_block_barrier": lambda: None}
-    for name, value in vars(module).items():
-        if name in scope:
+    language.axis1, language.programs = axis1, programs
+    for name, value in [item for module in modules for item in vars(module).items()]:
+        if name in ("gl", "ptx", "_block_barrier"):
             continue
         function = getattr(value, "fn", None) or getattr(value, "__wrapped__", None)
         if isinstance(function, types.FunctionType):

@@ -63,6 +63,24 @@ def test_eval_writes_the_rows_that_it_prints(tiny, tmp_path):
     assert list(path.parent.iterdir()) == [path]
 
 
+def test_calibrate_writes_a_file_that_eval_uses(tmp_path):
+    folder = save_tiny_model(tmp_path / "model")
+    path = folder / "nibblekv-calibration.safetensors"
+    result = invoke("calibrate", str(folder), "--windows", "4", "--window", "64")
+    assert str(path) in result.output
+    assert "2 layers, 256 tokens of austen, bible, at positions 0 to 4,095" in result.output
+    options = ["--windows", "1", "--window", "64", "--text", "austen", "--json", str(tmp_path / "eval.json")]
+    invoke("eval", "--model", str(folder), "--formats", "int4,int4+calib", *options)
+    plain, calibrated = read_rows(tmp_path / "eval.json")
+    assert plain["kl_mean"] != calibrated["kl_mean"]
+    before = path.read_bytes()
+    assert "error: positions: expected" in invoke("calibrate", str(folder), "--positions", "9999", code=1).output
+    assert path.read_bytes() == before
+    path.write_bytes(before[:-5])
+    for command in (["eval", "--formats", "int4+calib", *options], ["generate", "the people", "--formats", "int4+calib"]):
+        assert "whole safetensors file" in invoke(*command, "--model", str(folder)).output
+
+
 def test_generate_prints_texts_side_by_side(tiny, tmp_path):
     path = tmp_path / "generate.json"
     result = invoke("generate", "the people", "--model", tiny, "--new-tokens", "4", "--json", str(path))

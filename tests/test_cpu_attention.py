@@ -109,7 +109,7 @@ def test_any_gqa_ratio(instruction_set: str, kv_heads: int, group: int):
     ("format", "v_format"),
     [
         ("int4", None), ("int8_per_token_head", "int4"), ("int4_per_token_head", "fp8_per_token_head"),
-        ("fp8_per_token_head", "int8_per_token_head"),
+        ("fp8_per_token_head", "int8_per_token_head"), ("int4", "int3"), ("int2", "int8_per_token_head"),
     ],
 )  # fmt: skip
 def test_keys_and_values_may_differ(

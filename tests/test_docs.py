@@ -71,7 +71,9 @@ def test_support_matrix_of_the_readme_is_the_generated_one():
     assert runpy.run_path(str(ROOT / "docs" / "support_matrix.py"))["updated"](readme) == readme
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/design.md", "docs/format.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "CONTRIBUTING.md", "docs/design.md", "docs/format.md", "docs/reports/README.md"]
+)
 def test_local_links_lead_somewhere(page: str):
     text = (ROOT / page).read_text()
     for target in re.findall(r"\]\((?!https?://)([^)#]+)\)", text):

@@ -120,7 +120,7 @@ def test_the_unquantized_row_is_the_models_own_perplexity(tiny, windows):
     assert row["tokens"] == 3 * (windows.shape[1] - 1 - first)
 
 
-@pytest.mark.parametrize("format", [*FORMATS, "int8_per_token_head/int4"])
+@pytest.mark.parametrize("format", [*FORMATS, "int8_per_token_head/int4", "int4/int3"])
 def test_every_key_and_value_read_is_the_stored_one(tiny, windows, format):
     """Catches a prompt that attends to its raw keys: its KL would be too small. The oracle rounds before it attends."""
     model, _ = tiny

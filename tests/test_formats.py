@@ -8,6 +8,7 @@ import struct
 import numpy as np
 import pytest
 import torch
+from batches import NORMAL_ERROR
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,10 +18,13 @@ from nibblekv.rotation import rotation_signs
 
 D = 32
 UINT4 = [f.name for f in FORMATS.values() if f.code == "uint4"]
+UINT = [f.name for f in FORMATS.values() if f.code.startswith("uint")]
 ALL = list(FORMATS)
 NAN_WORDS = {
     "int4": 0x7FC0_7FC0,
     "int4_per_token_head": 0x7FC0_0000,
+    "int3": 0x7FC0_7FC0,
+    "int2": 0x7FC0_7FC0,
     "int8_per_token_head": 0x7FC0_0000,
     "fp8_per_token_head": 0x7FC0_0000,
 }
@@ -36,6 +40,8 @@ def test_table_states_bits_and_versions():
     table = {f.name: (f.version, f.bits, f.row_bytes(128), f.bits_per_value(128)) for f in FORMATS.values()}
     assert table["int4"] == (1, 4, 64, 4.25)
     assert table["int4_per_token_head"] == (1, 4, 64, 4.25)
+    assert table["int3"] == (1, 3, 48, 3.25)
+    assert table["int2"] == (1, 2, 32, 2.25)
     assert table["int8_per_token_head"] == (1, 8, 128, 8.25)
     assert table["fp8_per_token_head"] == (1, 8, 128, 8.25)
     assert all(name == f.name and f.summary for name, f in FORMATS.items())
@@ -77,6 +83,24 @@ def test_int4_positive_row_keeps_its_minimum():
     row = [5.0 + 0.125 * (c % 16) for c in range(D)]
     row[0], row[15] = row[0] - 1 / 32, row[15] + 1 / 32
     assert encode(row, "int4")[1] == 0x3E00_40A0
+
+
+@pytest.mark.parametrize("name", ["int2", "int3"])
+@pytest.mark.parametrize("head_size", [D, 40])
+def test_low_bit_bytes_of_a_row_that_bfloat16_holds_exactly(name: str, head_size: int):
+    """Catches planes in another order, codes in another order inside a byte, and padding: min -1 = 0xbf80, scale 1/8.
+
+    The row reaches half a step beyond the outermost codes. Also of a head size whose row is not a whole number of words: 40
+    values of 3 bits are 15 bytes, of 2 bits 10.
+    """
+    most = int(FORMATS[name].code_max)
+    values = [(5 * d) % (most + 1) for d in range(head_size)]
+    row = [-1.0 + 0.125 * c for c in values]
+    row[values.index(0)] -= 1 / 16
+    row[values.index(most)] += 1 / 16
+    low = bytes(sum((values[i + k] & 3) << 2 * k for k in range(4)) for i in range(0, head_size, 4))
+    high = bytes(sum((values[i + k] >> 2) << k for k in range(8)) for i in range(0, head_size, 8))
+    assert encode(row, name) == (low + high * (name == "int3"), 0x3E00_BF80)
 
 
 @pytest.mark.parametrize(("fraction", "code"), [(2.4375, 2), (2.5, 3), (2.5625, 3), (14.5, 15), (0.5, 1)])
@@ -128,13 +152,17 @@ def test_fp8_is_e4m3_rounded_to_even():
 def test_every_code_decodes_by_the_affine_formula(name: str):
     """Catches a decoder that knows another formula than scale * code + bias."""
     fmt = FORMATS[name]
-    packed = torch.arange(256, dtype=torch.uint8)
+    packed = torch.arange(384 if fmt.bits == 3 else 256).to(torch.uint8)  # every byte in every plane
     word = torch.tensor(
         {"scale_min": 0x3E00_BF80, "scale_zero": 0x3E80_0008, "scale": 0x3E80_0000}[fmt.word], dtype=torch.int32
     )
     scale, bias = {"scale_min": (0.125, -1.0), "scale_zero": (0.25, -2.0), "scale": (0.25, 0.0)}[fmt.word]
     if fmt.code == "uint4":
         values = [v for b in range(256) for v in (b & 15, b >> 4)]
+    elif fmt.code == "uint2":
+        values = [b >> shift & 3 for b in range(256) for shift in (0, 2, 4, 6)]
+    elif fmt.code == "uint3":
+        values = [(d // 4 >> 2 * (d % 4) & 3) + 4 * (d // 8 >> d % 8 & 1) for d in range(1024)]
     elif fmt.code == "int8":
         values = np.arange(256).astype(np.uint8).view(np.int8).tolist()
     else:
@@ -190,10 +218,10 @@ def adversarial_rows(draw: st.DrawFn) -> torch.Tensor:
     return torch.tensor(np.array(rows), dtype=torch.float32)
 
 
-@pytest.mark.parametrize("name", UINT4)
+@pytest.mark.parametrize("name", UINT)
 @settings(deadline=None, max_examples=150, derandomize=True)
 @given(rows=adversarial_rows())
-def test_uint4_error_is_at_most_half_a_step(name: str, rows: torch.Tensor):
+def test_unsigned_error_is_at_most_half_a_step(name: str, rows: torch.Tensor):
     """Cases 1 and 7. Catches clamped zero points, ranges rounded inwards, truncation instead of rounding.
 
     Beyond half a step only float32 rounding: an ulp of the row, and 15 codes times the scale's low bits (1e-4 of a step).
@@ -207,7 +235,7 @@ def test_uint4_error_is_at_most_half_a_step(name: str, rows: torch.Tensor):
     # and the step is no larger than the format promises, so that the bound means something
     lo, hi = rows.amin(-1), rows.amax(-1)
     if fmt.word == "scale_min":
-        largest = (hi - lo + lo.abs() / 128) / 15 * (1 + 1 / 127) + ulp
+        largest = (hi - lo + lo.abs() / 128) / fmt.code_max * (1 + 1 / 127) + ulp
     else:
         largest = (hi.clamp(min=0) - lo.clamp(max=0)) / 15 * (1 + 2.0**-22) + 2.0**-100
     assert (scale <= largest).all()
@@ -253,7 +281,7 @@ def test_nan_words_are_constants_of_the_format(name: str, word: int):
     assert encode([math.nan] + [1.0] * (D - 1), name) == (bytes(FORMATS[name].row_bytes(D)), word)
 
 
-@pytest.mark.parametrize("name", UINT4)
+@pytest.mark.parametrize("name", UINT)
 def test_range_beyond_float32_is_nan_and_not_a_finite_row(name: str):
     """Catches max - min that overflows to a scale of Inf and codes of 0 * Inf."""
     codes, words = encode_rows(torch.tensor([[3e38, -3e38] + [0.0] * (D - 2)]), FORMATS[name])
@@ -266,10 +294,10 @@ def test_range_beyond_float32_is_nan_and_not_a_finite_row(name: str):
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("head_size", [32, 40, 64, 80, 96, 104, 112, 128, 192, 256, 512])
 def test_normal_rows_keep_the_error_of_their_bits(name: str, head_size: int):
-    """Case 4. Catches a head size whose rotation or packing is wrong: errors of 4 bits are 8-14 %, of 8 bits under 3 %."""
+    """Case 4. Catches a head size whose rotation or packing is wrong, and a step that is larger than the bits allow."""
     x = torch.randn(64, head_size, generator=torch.Generator().manual_seed(head_size))
     error = (dequantize(*quantize(x, name), name) - x).norm() / x.norm()
-    low, high = (0.07, 0.14) if FORMATS[name].code == "uint4" else (0.002, 0.03)
+    low, high = NORMAL_ERROR[FORMATS[name].bits]
     assert low < error < high
 
 
@@ -305,7 +333,8 @@ def test_largest_half_precision_rows_stay_finite(name: str, dtype: torch.dtype):
     x = (6e4 * torch.stack((torch.ones(128), random, rotation_signs("block", 128).float()))).to(dtype)
     decoded = dequantize(*quantize(x, name), name)
     assert decoded.isfinite().all()
-    assert (decoded - x.float()).norm() / x.float().norm() < 0.15
+    # the third row is one spike where it is rotated: all other values lie at the edge of the codes' range
+    assert (decoded - x.float()).norm() / x.float().norm() < {2: 0.95, 3: 0.5}.get(FORMATS[name].bits, 0.15)
 
 
 def test_biased_keys_lose_precision_in_4_bits_and_not_in_8():

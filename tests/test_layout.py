@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from batches import CANARY, place
+from batches import CANARY, NORMAL_ERROR, place
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -42,7 +42,16 @@ def placed_caches(draw: st.DrawFn) -> tuple[KVCacheLayout, torch.Tensor, torch.T
 
 @pytest.mark.parametrize(
     ("format", "head_size", "slot_bytes"),
-    [("int4", 128, 136), ("int4", 96, 104), ("int4_per_token_head", 64, 72), ("int8_per_token_head", 128, 264)],
+    [
+        ("int4", 128, 136),
+        ("int4", 96, 104),
+        ("int4_per_token_head", 64, 72),
+        ("int8_per_token_head", 128, 264),
+        ("int3", 128, 104),
+        ("int3", 40, 38),
+        ("int2", 128, 72),
+        ("int2", 40, 28),
+    ],
 )
 def test_bytes_of_a_page(format: str, head_size: int, slot_bytes: int):
     """Case 20. Catches a row counted as head_size bytes: 4-bit rows are head_size / 2, and each has a 4-byte word."""
@@ -62,8 +71,11 @@ def test_mixed_formats_and_head_sizes_add_up():
 
 @settings(deadline=None, max_examples=60, derandomize=True)
 @given(layout=layouts())
-def test_planar_rows_are_aligned_and_arrangements_have_equal_size(layout: KVCacheLayout):
-    """Case 22. Catches scale words between rows: each planar row starts at a multiple of its own size in the tile."""
+def test_planar_rows_are_packed_and_interleaved_ones_padded_to_words(layout: KVCacheLayout):
+    """Case 22. Catches scale words between rows: each planar row starts at a multiple of its own size in the tile.
+
+    Interleaved rows are as long, but for the bytes that align a scale word behind codes of 2 or 3 bits.
+    """
     other = KVCacheLayout.create(
         layout.k_format,
         v_format=layout.v_format,
@@ -73,7 +85,8 @@ def test_planar_rows_are_aligned_and_arrangements_have_equal_size(layout: KVCach
         block_size=layout.block_size,
         page="planar",
     )
-    assert other.page_bytes == layout.page_bytes
+    padding = sum(-n % 4 for n in (layout.k_row_bytes, layout.v_row_bytes)) * (layout.page == "interleaved")
+    assert layout.slot_bytes == other.slot_bytes + padding
     assert other.page_bytes % 16 == 0
     views = other.views(other.allocate(2))
     for view, row in ((views.key_cache, other.k_row_bytes), (views.value_cache, other.v_row_bytes)):
@@ -105,10 +118,11 @@ def test_views_cover_every_byte_of_a_page_once_and_nothing_else(placed: tuple):
         for byte in range(size):
             owned.index_add_(0, index.flatten() * size + byte, torch.ones(index.numel(), dtype=torch.uint8))
     assert owned.max() == 1
-    assert owned.sum() == blocks * layout.page_bytes
+    padding = sum(-n % 4 for n in (layout.k_row_bytes, layout.v_row_bytes)) * (layout.page == "interleaved")
+    assert owned.sum() == blocks * layout.num_kv_heads * layout.block_size * (layout.slot_bytes - padding)
     expected = torch.zeros_like(allocation)
     expected.as_strided(kv_cache.shape, kv_cache.stride(), kv_cache.storage_offset()).fill_(1)
-    assert torch.equal(owned, expected)
+    assert torch.equal(owned, expected) if not padding else (owned <= expected).all()
 
 
 @settings(deadline=None, max_examples=40, derandomize=True)
@@ -133,9 +147,9 @@ def test_written_rows_read_back_and_canaries_stay(placed: tuple, seed: int):
     table = torch.arange(kv_cache.shape[0])
     k, v = gather_and_dequantize(kv_cache, table, kv_cache.shape[0] * layout.block_size, layout)
     written = slots >= 0
-    for read, raw in ((k, key), (v, value)):
+    for read, raw, fmt in ((k, key, layout.k_format), (v, value, layout.v_format)):
         error = (read[slots[written]] - raw[written]).norm() / raw[written].norm()
-        assert error < 0.15
+        assert error < NORMAL_ERROR[fmt.bits][1]
 
 
 @pytest.mark.parametrize(("page", "order"), ARRANGEMENTS)
@@ -152,8 +166,9 @@ def test_a_second_layer_on_the_same_cache_reads_what_the_first_wrote(format: str
     second.views(kv_cache)
     k, v = gather_and_dequantize(kv_cache, torch.arange(3), 48, second)
     assert torch.equal(kv_cache, before)
-    assert (k[:20] - key).norm() / key.norm() < 0.15
-    assert (v[:20] - value).norm() / value.norm() < 0.15
+    worst = NORMAL_ERROR[first.k_format.bits][1]
+    assert (k[:20] - key).norm() / key.norm() < worst
+    assert (v[:20] - value).norm() / value.norm() < worst
     assert not k[20:].any()
     assert not v[20:].any()
 

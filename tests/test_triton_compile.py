@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,13 @@ SHARED_LIMIT = {"sm_80": 163 << 10, "sm_89": 99 << 10, "sm_90": 227 << 10, "sm_1
 NUM_SEQS, CONTEXT, BLOCKS = 32, 8192, 512
 
 
-def decode(target: str, format: str = "int4", head_size: int = 128, query_len: int = 1) -> list[Launch]:
+def window(num_seqs: int) -> dict[str, Any]:
+    """Return the options of a raw window and sinks."""
+    rows = meta(num_seqs, 68, 8, 128, dtype=torch.bfloat16)
+    return {"raw_key": rows, "raw_value": rows, "raw_window": 32, "raw_sinks": 4}
+
+
+def decode(target: str, format: str = "int4", head_size: int = 128, query_len: int = 1, **options: Any) -> list[Launch]:
     """Compile what one decode call launches: 32 query heads on 8 KV heads, bfloat16."""
     layout = KVCacheLayout.create(format, num_kv_heads=8, head_size=head_size)
     tokens = NUM_SEQS * query_len
@@ -28,7 +35,7 @@ def decode(target: str, format: str = "int4", head_size: int = 128, query_len: i
         attention.attend(
             meta(tokens, 32, head_size, dtype=torch.bfloat16), meta(*layout.shape(NUM_SEQS * BLOCKS), dtype=torch.uint8),
             meta(NUM_SEQS, BLOCKS, dtype=torch.int32), meta(NUM_SEQS, dtype=torch.int32),
-            meta(NUM_SEQS + 1, dtype=torch.int32), layout, AttentionOptions(softmax_scale=0.1),
+            meta(NUM_SEQS + 1, dtype=torch.int32), layout, AttentionOptions(softmax_scale=0.1, **options),
             meta(tokens, 32, head_size, dtype=torch.bfloat16), None, query_len, CONTEXT,
         )  # fmt: skip
     return launches
@@ -48,16 +55,29 @@ def test_decode_compiles(target: str) -> None:
     check(target, decode(target), "attention_kernel")
 
 
-@pytest.mark.parametrize("format", ["int8_per_token_head", "fp8_per_token_head"])
-def test_eight_bit_decode_compiles(format: str) -> None:
+@pytest.mark.parametrize("target", TARGETS)
+def test_decode_with_a_raw_window_compiles(target: str) -> None:
+    launches = decode(target, **window(NUM_SEQS))
+    check(target, launches, "attention_kernel")
+    assert [x.name for x in launches] == ["attention_kernel", "combine_kernel"]
+
+
+@pytest.mark.parametrize("format", ["int3", "int2", "int8_per_token_head", "fp8_per_token_head"])
+def test_other_decode_compiles(format: str) -> None:
     check("sm_90", decode("sm_90", format), "attention_kernel")
 
 
 @pytest.mark.parametrize(
-    ("target", "dtype"), [("sm_80", torch.float16), ("sm_90", torch.bfloat16), ("gfx942", torch.bfloat16)]
+    ("target", "dtype", "format"),
+    [
+        ("sm_80", torch.float16, "int4"),
+        ("sm_90", torch.bfloat16, "int4"),
+        ("sm_90", torch.bfloat16, "int3"),
+        ("gfx942", torch.bfloat16, "int4"),
+    ],
 )
-def test_write_compiles(target: str, dtype: torch.dtype) -> None:
-    layout = KVCacheLayout.create("int4", num_kv_heads=8, head_size=128)
+def test_write_compiles(target: str, dtype: torch.dtype, format: str) -> None:
+    layout = KVCacheLayout.create(format, num_kv_heads=8, head_size=128)
     with compiling_for(TARGETS[target]) as launches:
         rows = meta(4096, 8, 128, dtype=dtype)
         write.reshape_and_cache(

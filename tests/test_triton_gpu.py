@@ -18,6 +18,7 @@ from nibblekv.backends.triton import attention, prefill  # noqa: E402
 from nibblekv.benchmarking_cuda import count_kernels  # noqa: E402
 
 DEVICE = torch.device("cuda")
+WINDOW, SINKS = 32, 4
 # Of torch's allocator: it rounds each of a call's few tensors up.
 ROUNDING = 16 << 10
 PAGES = {
@@ -27,8 +28,11 @@ PAGES = {
 }
 
 
-def make_call(layout, num_seqs, query_len, context, group=4, dtype=torch.bfloat16, raw=False):
-    """Return a call of `paged_attention` over a filled cache, everything that it needs allocated before."""
+def make_call(layout, num_seqs, query_len, context, group=4, dtype=torch.bfloat16, raw=False, window=False):
+    """Return a call of `paged_attention` over a filled cache, everything that it needs allocated before.
+
+    raw: with the queries' own keys and values. window: with a raw window and sinks.
+    """
     torch.manual_seed(0)
     blocks = -(-context // layout.block_size)
     kv_cache = layout.allocate(num_seqs * blocks, DEVICE)
@@ -48,6 +52,10 @@ def make_call(layout, num_seqs, query_len, context, group=4, dtype=torch.bfloat1
         "max_seq_len": context,
         "out": torch.empty_like(query),
     }
+    if window:
+        size = (2, num_seqs, SINKS + WINDOW + query_len, layout.num_kv_heads, layout.head_size)
+        arguments["raw_key"], arguments["raw_value"] = torch.randn(size, dtype=dtype, device=DEVICE)
+        arguments["raw_window"], arguments["raw_sinks"] = WINDOW, SINKS
     if raw:
         arguments["key"], arguments["value"] = torch.randn(
             2, tokens, layout.num_kv_heads, layout.head_size, device=DEVICE
@@ -67,43 +75,52 @@ def extra_bytes(call):
     return torch.cuda.max_memory_allocated() - before
 
 
-def split_bytes(layout, num_seqs, query_len, context, group=4):
+def split_bytes(layout, num_seqs, query_len, context, group=4, window=False):
     """Return the bytes of the split buffers of such a call: float32 rows and log-sum-exp, and rotated queries beside one
     split where there is only one."""
     heads = layout.num_kv_heads * group
     splits = attention.choose_config(layout, num_seqs, heads, query_len, context, False, DEVICE).num_splits
     if torch.cuda.get_device_capability() == (9, 0):
         hopper = pytest.importorskip("nibblekv.backends.triton.hopper.launch")
-        chosen = hopper.plan(num_seqs, layout.num_kv_heads, context, layout.head_size, hopper._num_sms(DEVICE))
-        splits = max(splits, chosen.splits)
+        rows = SINKS + WINDOW + query_len - 1 if window else 0
+        chosen = hopper.plan(
+            num_seqs, layout.num_kv_heads, context, layout.head_size, hopper._num_sms(DEVICE), raw_rows=rows
+        )
+        splits = max(splits + window, chosen.splits + chosen.raw_splits)
     return num_seqs * query_len * heads * splits * 4 * (layout.head_size_v + 1)
 
 
 @pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("window", [False, True], ids=["packed", "window"])
 @pytest.mark.parametrize(("num_seqs", "query_len", "context"), [(1, 1, 16384), (32, 1, 2048), (64, 4, 512)])
-def test_decode_allocates_its_split_buffers_only(page, num_seqs, query_len, context):
+def test_decode_allocates_its_split_buffers_only(page, num_seqs, query_len, context, window):
     layout = KVCacheLayout.create(**PAGES[page], num_kv_heads=8, head_size=128)
-    extra = extra_bytes(make_call(layout, num_seqs, query_len, context))
-    assert extra <= split_bytes(layout, num_seqs, query_len, context) + ROUNDING
+    extra = extra_bytes(make_call(layout, num_seqs, query_len, context, window=window))
+    assert extra <= split_bytes(layout, num_seqs, query_len, context, window=window) + ROUNDING
 
 
 @pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("window", [False, True], ids=["packed", "window"])
 @pytest.mark.parametrize(
     ("num_seqs", "query_len", "context"), [(1, 2048, 16384), (1, 8192, 8192), (3, 1024, 4096), (4, 64, 4096)]
 )
-def test_prefill_allocates_its_workspace_and_split_buffers_only(page, num_seqs, query_len, context):
+def test_prefill_allocates_its_workspace_and_split_buffers_only(page, num_seqs, query_len, context, window):
     """A context dequantized as a whole would take 64 MiB for every 16,384 tokens."""
     layout = KVCacheLayout.create(**PAGES[page], num_kv_heads=8, head_size=128)
-    extra = extra_bytes(make_call(layout, num_seqs, query_len, context, raw=True))
+    extra = extra_bytes(make_call(layout, num_seqs, query_len, context, raw=True, window=window))
     lse = 4 * num_seqs * query_len * layout.num_kv_heads * 4
-    splits = split_bytes(layout, num_seqs, query_len, context) if query_len < prefill.LONG_QUERY else 0
+    # Of long queries, one sequence's float16 rows over its prefix are what is merged.
+    splits = 2 * query_len * layout.num_kv_heads * 4 * layout.head_size_v
+    if query_len < prefill.LONG_QUERY:
+        splits = split_bytes(layout, num_seqs, query_len, context, window=window)
     assert extra <= prefill.WORKSPACE_BYTES + 2 * lse + splits + ROUNDING
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_a_layer_takes_four_launches_at_most(page):
+@pytest.mark.parametrize("window", [False, True], ids=["packed", "window"])
+def test_a_layer_takes_four_launches_at_most(page, window):
     layout = KVCacheLayout.create(**PAGES[page], num_kv_heads=8, head_size=128)
-    call = make_call(layout, 8, 1, 4096)
+    call = make_call(layout, 8, 1, 4096, window=window)
     call()
     key, value = torch.randn(2, 8, 8, 128, dtype=torch.bfloat16, device=DEVICE)
     slots = torch.arange(8, device=DEVICE) * 4096 + 4095
@@ -113,17 +130,20 @@ def test_a_layer_takes_four_launches_at_most(page):
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_a_repeated_call_reads_and_writes_the_tensors_that_it_is_given(page):
+@pytest.mark.parametrize("window", [False, True], ids=["packed", "window"])
+def test_a_repeated_call_reads_and_writes_the_tensors_that_it_is_given(page, window):
     """Eager calls after the first repeat its launches on new addresses."""
     layout = KVCacheLayout.create(**PAGES[page], num_kv_heads=8, head_size=128)
     expected = []
     for step in range(3):
-        call = make_call(layout, 4, 1, 3000 - step)
+        call = make_call(layout, 4, 1, 3000 - step, window=window)
         arguments = call.keywords | {
             "query": call.keywords["query"] * (step + 1),
             "out": torch.empty_like(call.keywords["out"]),
         }
-        arguments["kv_cache"] = arguments["kv_cache"].clone()
+        for name in ("kv_cache", "raw_key", "raw_value"):
+            if name in arguments:
+                arguments[name] = arguments[name] * (1 if name == "kv_cache" else step + 1)
         row = torch.randn(2, 4, 8, 128, dtype=torch.bfloat16, device=DEVICE)
         slots = torch.arange(4, device=DEVICE) + 64 * step
         kept = arguments["kv_cache"].clone()
@@ -136,3 +156,15 @@ def test_a_repeated_call_reads_and_writes_the_tensors_that_it_is_given(page):
         assert float((out.float() - exact.float()).norm() / exact.float().norm()) < 6e-3  # both rounded to bfloat16
         expected.append((out, out.clone()))
     assert all(torch.equal(out, copy) for out, copy in expected)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_long_queries_read_stored_keys_alone(page):
+    """Without raw keys, with lengths that the host knows: dense attention over dequantized keys, the queries' own too."""
+    layout = KVCacheLayout.create(**PAGES[page], num_kv_heads=8, head_size=128)
+    arguments = make_call(layout, 2, 300, 1000, dtype=torch.float16).keywords | {"return_lse": True}
+    expected, expected_lse = nibblekv.paged_attention(**arguments | {"out": None}, backend="reference")
+    lengths = {"host_lengths": ([0, 300, 600], [1000, 1000])}
+    out, lse = nibblekv.paged_attention(**arguments | lengths)
+    assert float((out.float() - expected.float()).norm() / expected.float().norm()) < 1e-3
+    torch.testing.assert_close(lse, expected_lse, atol=2e-3, rtol=1e-3)

@@ -105,6 +105,24 @@ def make_batch(
     )  # fmt: skip
 
 
+def raw_rows(batch: Batch, window: int, sinks: int, dtype: torch.dtype = torch.float32, spare: int = 2) -> dict[str, Any]:
+    """Return the options of a raw window and sinks: rows that have nothing to do with the stored ones, all others NaN."""
+    torch.manual_seed(3)
+    ring = window + batch.max_query_len - 1 + spare if window else 0
+    position = torch.arange(batch.max_seq_len)
+    places = torch.where(position < sinks, position, sinks + (position - sinks) % max(ring, 1))
+    tensors = []
+    for head_size in (batch.layout.head_size, batch.layout.head_size_v):
+        # A slice of a wider store: strides are not the shape's.
+        shape = (batch.seq_lens.shape[0], sinks + ring, batch.layout.num_kv_heads + 1, head_size)
+        store = torch.full(shape, NAN, dtype=dtype)[:, :, 1:]
+        for seq, seq_len in enumerate(batch.seq_lens.tolist()):
+            kept = [p for p in range(seq_len) if p < sinks or p >= seq_len - ring]
+            store[seq, places[kept]] = torch.randn(len(kept), batch.layout.num_kv_heads, head_size).to(dtype)
+        tensors.append(store.to(DEVICE))
+    return {"raw_key": tensors[0], "raw_value": tensors[1], "raw_window": window, "raw_sinks": sinks}
+
+
 def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
     """Return |out - expected| / |expected|; NaN if out holds one."""
     return float((out.double() - expected.double()).norm() / expected.double().norm())
@@ -122,6 +140,8 @@ LAYOUTS = {
     "fp8-vllm-int4-72-32": create("fp8_per_token_head", 72, v_format="int4_per_token_head", head_size_v=32, page="planar"),
     "int4-interleaved-256-200": create(head_size=256, head_size_v=200, page="interleaved"),
     "int4-fp8-40-512": create(head_size=40, v_format="fp8_per_token_head", head_size_v=512),
+    "int3-int2-64-40": create("int3", v_format="int2", head_size_v=40),
+    "int2-int3-interleaved-40-96": create("int2", 40, v_format="int3", head_size_v=96, page="interleaved"),
 }
 
 
@@ -216,6 +236,121 @@ def test_option_equals_reference(name: str, raw: bool, monkeypatch: pytest.Monke
     torch.testing.assert_close(lse, expected_lse, atol=1e-3, rtol=1e-3)
 
 
+# Borders inside tiles and across them, a window longer than a sequence, one without the other.
+WINDOWS = [(7, 3), (1, 0), (0, 5), (40, 66)]
+
+
+# What the part of the queries' own keys, or the dequantized prefix, could lack.
+OWN_OPTIONS = ["window", "causal-per-sequence", "softcap", "alibi", "sinks", "mm-prefix", "fp8-output", "batch-invariant"]
+
+
+@pytest.mark.parametrize(
+    ("name", "own"),
+    [(name, False) for name in OPTIONS] + [(name, True) for name in (OPTIONS if ON_GPU else OWN_OPTIONS)],
+)
+def test_raw_window_with_every_option(name: str, own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a raw score that lacks what a packed one gets, and keys that are read in both forms, or in neither."""
+    monkeypatch.setattr(prefill, "LONG_QUERY", 5)
+    monkeypatch.setattr(prefill, "WORKSPACE_BYTES", 16 * 2 * 128)
+    layout = create("int4_per_token_head") if name == "fp8-output" else create()
+    batch = make_batch(layout, [2, 5], [23, 54])
+    for window, sinks in WINDOWS if ON_GPU or name == "causal-per-sequence" else WINDOWS[:1]:
+        options = AttentionOptions(softmax_scale=0.125, **OPTIONS[name](), **raw_rows(batch, window, sinks))
+        out, lse = batch.attend(backend, options, own)
+        expected, expected_lse = batch.attend(reference, options, own, dtype=torch.float32)
+        assert relative_error(out, expected) < (0.04 if name == "fp8-output" else 1e-3), (window, sinks)
+        torch.testing.assert_close(lse, expected_lse, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize(("window", "sinks"), WINDOWS)
+def test_raw_window_of_one_query(window: int, sinks: int) -> None:
+    """Decoding, where all rows share a limit and whole tiles are left out; the first sequence is shorter than the window."""
+    batch = make_batch(create(), [1, 1, 1], [5, 64, 200], group=3)
+    options = AttentionOptions(softmax_scale=0.125, **raw_rows(batch, window, sinks, spare=0))
+    out, lse = batch.attend(backend, options)
+    expected, expected_lse = batch.attend(reference, options)
+    assert relative_error(out, expected) < 1e-3
+    torch.testing.assert_close(lse, expected_lse, atol=1e-3, rtol=0)
+
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32]
+
+
+@pytest.mark.parametrize("query_dtype", DTYPES if ON_GPU else DTYPES[1:2], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_raw_window_of_any_dtype(dtype: torch.dtype, query_dtype: torch.dtype) -> None:
+    """Catches queries or weights that are rounded to the dtype of the raw rows."""
+    batch = make_batch(create(), [3], [70], dtype=query_dtype)
+    options = AttentionOptions(softmax_scale=0.125, **raw_rows(batch, 32, 4, dtype))
+    out, _ = batch.attend(backend, options, dtype=torch.float32)
+    assert relative_error(out, batch.attend(reference, options, dtype=torch.float32)[0]) < 1e-3
+
+
+@pytest.mark.parametrize("name", LAYOUTS if ON_GPU else ["int8-int4-72-96", "int4-interleaved-256-200"])
+def test_raw_window_beside_every_layout(name: str) -> None:
+    """Catches raw rows that are rotated back, and head sizes of keys and values that are mixed up."""
+    layout = LAYOUTS[name]
+    batch = make_batch(layout, [1, 4], [19, 50], group=3, index=torch.int64)
+    dtype = torch.float32 if layout.head_size_v <= backend.WIDEST_RAW else torch.bfloat16
+    options = AttentionOptions(softmax_scale=layout.head_size**-0.5, **raw_rows(batch, 9, 2, dtype))
+    assert backend.supports(layout, options, DEVICE) is None
+    out, lse = batch.attend(backend, options)
+    expected, expected_lse = batch.attend(reference, options)
+    assert relative_error(out, expected) < 1e-3
+    torch.testing.assert_close(lse, expected_lse, atol=1e-3, rtol=0)
+
+
+def test_wide_raw_rows_of_float32_are_refused() -> None:
+    layout = LAYOUTS["int4-fp8-40-512"]
+    options = AttentionOptions(softmax_scale=1.0, **raw_rows(make_batch(layout, [1], [2]), 1, 0))
+    assert "head size 256, got 512" in (backend.supports(layout, options, DEVICE) or "")
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["stored", "own"])
+def test_raw_nan_reaches_exactly_the_queries_that_read_it(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A query beyond the window reads the stored form of the same position, which is a number."""
+    monkeypatch.setattr(prefill, "LONG_QUERY", 4)
+    batch = make_batch(create(), [4, 2], [40, 30])
+    raw = raw_rows(batch, 6, 2)
+    ring = raw["raw_key"].shape[1] - 2
+    raw["raw_value"][0, 2 + (32 - 2) % ring, 0, 7] = float("inf")  # queries 36 and 37 read it, 38 and 39 do not
+    raw["raw_key"][1, 1, 1, 3] = NAN  # a sink
+    options = AttentionOptions(softmax_scale=0.125, **raw)
+    out, _ = batch.attend(backend, options, own)
+    expected, _ = batch.attend(reference, options, own)
+    assert torch.equal(out.isnan(), expected.isnan())
+    assert out[:2, :2].isnan().all()
+    assert not out[:4, 2:].isnan().any()
+    assert not out[2:4].isnan().any()
+    assert out[4:, 2:].isnan().all()
+    clean = ~expected.isnan()
+    assert relative_error(out[clean], expected[clean]) < 1e-3
+
+
+def test_packed_nan_inside_the_window_changes_nothing() -> None:
+    """The page of a token that is read raw may hold anything."""
+
+    def spoil(seq: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        key[-3:, 0], value[1] = NAN, NAN
+
+    batch = make_batch(create(), [1, 2], [20, 70], change=spoil)
+    options = AttentionOptions(softmax_scale=0.125, **raw_rows(batch, 5, 2))
+    out, _ = batch.attend(backend, options)
+    assert relative_error(out, batch.attend(reference, options)[0]) < 1e-3
+
+
+@pytest.mark.parametrize(
+    "layout", [create("int3", v_format="int2", head_size_v=40), create(v_format="int3")], ids=["int3-int2", "int4-int3"]
+)
+def test_prefix_of_few_bits_equals_reference(layout: KVCacheLayout, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches planes that the kernel for long prefixes puts together wrongly."""
+    monkeypatch.setattr(prefill, "LONG_QUERY", 5)
+    batch = make_batch(layout, [2, 5], [23, 54])
+    options = AttentionOptions(softmax_scale=0.125)
+    out, _ = batch.attend(backend, options, raw=True)
+    assert relative_error(out, batch.attend(reference, options, raw=True)[0]) < 1e-3
+
+
 def test_row_that_sees_nothing_is_zero() -> None:
     """A window that ends before the query hides every key."""
     batch = make_batch(create(), [1], [17])
@@ -266,6 +401,10 @@ def test_batch_invariant_rows_are_bitwise_equal(monkeypatch: pytest.MonkeyPatch)
     among.query[0], table = alone.query[0], among.block_table
     alone.kv_cache, alone.block_table = among.kv_cache, table[:1]
     assert torch.equal(alone.attend(backend, options)[0][0], among.attend(backend, options)[0][0])
+    raw = raw_rows(among, 40, 3)
+    first = {**raw, "raw_key": raw["raw_key"][:1], "raw_value": raw["raw_value"][:1]}
+    windowed, its = (dataclasses.replace(options, **x) for x in (raw, first))
+    assert torch.equal(alone.attend(backend, its)[0][0], among.attend(backend, windowed)[0][0])
 
 
 def test_splits_fill_the_device_for_any_query_length(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,14 +418,27 @@ def test_splits_fill_the_device_for_any_query_length(monkeypatch: pytest.MonkeyP
 
 
 def test_workspace_is_bounded() -> None:
-    """Case 25: dequantized keys and values, rotated queries and their rows never exceed 64 MiB, whatever the lengths."""
+    """Case 25: dequantized keys and values and rotated queries never exceed 64 MiB, whatever the lengths."""
     for head_size, context, group in ((128, 30720, 4), (512, 1_000_000, 1), (64, 10, 1), (256, 30000, 8)):
         layout = KVCacheLayout.create("int4", num_kv_heads=8, head_size=head_size)
         rows = min(100_000, prefill.queries_at_once(layout, group)) * group
         heads, keys = prefill.workspace_chunks(layout, context, rows)
-        assert heads * (keys + rows) * 2 * 2 * head_size <= 64 << 20
+        assert heads * (2 * keys + rows) * 2 * head_size <= 64 << 20
         assert 8 % heads == 0
         assert 1 <= keys <= context
+
+
+@pytest.mark.parametrize("name", ["host-lengths", "window", "alibi", "sinks", "softcap"])
+def test_long_stored_queries_equal_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries that read stored keys alone, in slices over a dequantized prefix and their own keys."""
+    monkeypatch.setattr(prefill, "LONG_QUERY", 5)
+    monkeypatch.setattr(prefill, "queries_at_once", lambda layout, group: 4)
+    batch = make_batch(create(), [2, 7], [23, 34])
+    options = AttentionOptions(softmax_scale=0.125, **{**OPTIONS[name](), "host_lengths": ([0, 2, 9], [23, 34])})
+    out, lse = batch.attend(backend, options)
+    expected, expected_lse = batch.attend(reference, options, dtype=torch.float32)
+    assert relative_error(out, expected) < 1e-3
+    torch.testing.assert_close(lse, expected_lse, atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("name", ["alibi", "window"])
@@ -326,4 +478,4 @@ def test_formats_all_have_kernel_constants() -> None:
 
     for fmt in FORMATS.values():
         assert len(codec.format_constants(fmt)) == 2
-        assert codec.read_word_bytes(fmt) in (2, 4)
+        assert codec.read_word_bytes(fmt) in (1, 2, 4)

@@ -20,8 +20,12 @@ from typing import Any
 import torch
 
 import nibblekv
+from nibblekv.backends import reference, select_backend
+from nibblekv.cache import raw_row_count
 from nibblekv.formats import SCALE_WORD_BYTES, get_format
 from nibblekv.layout import KVCacheLayout
+from nibblekv.options import AttentionOptions
+from nibblekv.plan import split_window
 
 __all__ = ["SHAPES", "Shape", "bench_attention_cuda", "count_kernels", "graph_time", "host_time", "plot_attention"]
 
@@ -139,7 +143,7 @@ def bench_attention_cuda(
     """Time every shape and format, in the format's own pages; `int4` in interleaved pages too.
 
     Args:
-        formats: names in `FORMATS`.
+        formats: names in `FORMATS`; reads with a raw window and sinks where a suffix (`int4+w32s4`) says so.
         shapes: see `SHAPES`.
         backend: see `select_backend`.
         done: rows of an earlier run, returned with the new ones; their shapes are not run again.
@@ -151,8 +155,8 @@ def bench_attention_cuda(
         None for prefill, which arithmetic bounds), gbps, fa3_us, vllm_int4_us, vllm_int8_us (None where vLLM is not
         installed), rel_err (reads: against float64 over the same pages; writes: the part of bytes that differ from the
         reference's), kernels (launches of one call), host_us (of an eager call), ratio_to_fa3 (fa3_us / time_us) and
-        ratio_to_roof (roof_us / time_us), both None where rel_err is above `ERROR_LIMIT`. Rows of op `error` have rel_err,
-        dtype, query_scale and rounding_err, what rounding the exact result to the dtype costs, and no times.
+        ratio_to_roof (roof_us / time_us), both None where rel_err is above `ERROR_LIMIT`. Rows of op `error` have rel_err
+        (of a float32 output), out_err (of one in the queries' dtype), dtype and query_scale, and no times.
 
     Raises:
         NotImplementedError: there is no CUDA GPU.
@@ -161,12 +165,13 @@ def bench_attention_cuda(
         raise NotImplementedError("device: expected a CUDA GPU, found none")
     read, copy = _measure_roof()
     rate: float | None
-    caches = [(name, get_format(name).page) for name in formats]
+    caches = [(name, get_format(split_window(name)[0]).page) for name in formats]
     caches += [("int4", "interleaved")] if ("int4", "planar") in caches else []
     rows = list(done)
     known = {(row["op"], row["shape"], row["format"]) for row in rows}
     for shape in shapes:
         missing = [x for x in caches if (shape.op, shape.name, _label(*x)) not in known]
+        missing = [(name, page) for name, page in missing if shape.op != "write" or "+" not in name]
         if not missing:
             continue
         progress(f"{shape.op} {shape.name}, others' kernels")
@@ -175,17 +180,18 @@ def bench_attention_cuda(
             progress(f"{shape.op} {shape.name} {name}")
             torch.manual_seed(0)
             torch.cuda.empty_cache()
+            format, window, sinks = split_window(name)
             layout = KVCacheLayout.create(
-                name, num_kv_heads=shape.num_kv_heads, head_size=shape.head_size, block_size=shape.block_size, page=page
+                format, num_kv_heads=shape.num_kv_heads, head_size=shape.head_size, block_size=shape.block_size, page=page
             )
             common = {"op": shape.op, "shape": shape.name, "format": _label(name, page), "backend": backend}
             if shape.op == "error":
-                rows += [common | row for row in _errors(shape, layout, backend)]
+                rows += [common | row for row in _errors(shape, layout, backend, window, sinks)]
                 continue
             if shape.op == "write":
                 row, rate = _bench_write(shape, layout, backend), copy
             else:
-                row, rate = _bench_read(shape, layout, backend), read if shape.op == "decode" else None
+                row, rate = _bench_read(shape, layout, backend, window, sinks), read if shape.op == "decode" else None
             rows.append(common | _finish(row, rate, rivals))
         save(rows)
         torch.cuda.empty_cache()
@@ -223,8 +229,8 @@ def _num_copies(page_bytes: int) -> int:
     return max(MIN_COPIES, min(MAX_COPIES, -(-COLD_BYTES // page_bytes)))
 
 
-def _make(shape: Shape, layout: KVCacheLayout) -> dict[str, Any]:
-    """Fill a cache by the library's own write, from rotated-domain-typical (normal) rows."""
+def _make(shape: Shape, layout: KVCacheLayout, window: int, sinks: int) -> dict[str, Any]:
+    """Fill a cache by the library's own write, from rotated-domain-typical (normal) rows; the raw ones are others."""
     blocks = -(-shape.context // shape.block_size)
     total = shape.batch * blocks
     kv_cache = layout.allocate(total, "cuda")
@@ -233,7 +239,13 @@ def _make(shape: Shape, layout: KVCacheLayout) -> dict[str, Any]:
         rows = torch.randn(2, part.numel(), shape.num_kv_heads, shape.head_size, dtype=DTYPE, device="cuda")
         nibblekv.reshape_and_cache(rows[0], rows[1], kv_cache, part, layout)
     num_queries = shape.batch * shape.query_len
+    raw: dict[str, Any] = {}
+    if window or sinks:
+        size = (shape.batch, raw_row_count(window, sinks), shape.num_kv_heads, shape.head_size)
+        raw = {name: torch.randn(size, dtype=DTYPE, device="cuda") for name in ("raw_key", "raw_value")}
+        raw |= {"raw_window": window, "raw_sinks": sinks}
     return {
+        **raw,
         "query": torch.randn(num_queries, shape.num_query_heads, shape.head_size, dtype=DTYPE, device="cuda"),
         "kv_cache": kv_cache,
         "block_table": torch.randperm(total, device="cuda").to(torch.int32).view(shape.batch, blocks),
@@ -242,10 +254,12 @@ def _make(shape: Shape, layout: KVCacheLayout) -> dict[str, Any]:
     }
 
 
-def _bench_read(shape: Shape, layout: KVCacheLayout, backend: str) -> dict[str, Any]:
+def _bench_read(shape: Shape, layout: KVCacheLayout, backend: str, window: int, sinks: int) -> dict[str, Any]:
     options: dict[str, Any] = {"max_query_len": shape.query_len, "max_seq_len": shape.context, "backend": backend}
     moved = shape.batch * shape.context * layout.bytes_per_token
-    copies = [_make(shape, layout) for _ in range(_num_copies(moved) if shape.op == "decode" else 1)]
+    if window or sinks:  # the newest query's
+        moved += shape.batch * (window + sinks) * (4 * shape.num_kv_heads * shape.head_size - layout.bytes_per_token)
+    copies = [_make(shape, layout, window, sinks) for _ in range(_num_copies(moved) if shape.op == "decode" else 1)]
     if shape.op == "prefill":
         size = (shape.batch * shape.query_len, shape.num_kv_heads, shape.head_size)
         options["key"], options["value"] = torch.randn(2, *size, dtype=DTYPE, device="cuda")
@@ -257,7 +271,7 @@ def _bench_read(shape: Shape, layout: KVCacheLayout, backend: str) -> dict[str, 
 
     calls = [call(copy, out) for copy, out in zip(copies, outs, strict=True)]
     row = {"moved": moved, **_times(calls)}
-    row["rel_err"] = _error(shape, layout, copies[0], outs[0], options)[0]
+    row["rel_err"] = _error(shape, layout, copies[0], outs[0], options)
     return row
 
 
@@ -285,28 +299,35 @@ def _times(calls: Sequence[Callable[[], Any]]) -> dict[str, Any]:
     return {"time_us": time_us, "kernels": count_kernels(calls[0]), "host_us": host_time(calls[0])}
 
 
-def _errors(shape: Shape, layout: KVCacheLayout, backend: str) -> list[dict[str, Any]]:
-    copy = _make(shape, layout)
+def _errors(shape: Shape, layout: KVCacheLayout, backend: str, window: int, sinks: int) -> list[dict[str, Any]]:
+    copy = _make(shape, layout, window, sinks)
     unit = copy["query"].float()
     rows = []
     for dtype in QUERY_DTYPES:
         for scale in QUERY_SCALES:
             copy["query"] = (unit * scale).to(dtype)
+            copy |= {name: copy[name].to(dtype) for name in ("raw_key", "raw_value") if name in copy}
+            # The public call returns the queries' dtype; a backend itself takes any, so its own error can be told apart.
+            own = torch.full(copy["query"].shape, torch.nan, device="cuda")
+            raw = {name: value for name, value in copy.items() if name.startswith("raw_")}
+            options = AttentionOptions(shape.head_size**-0.5, **raw)
+            pages = {name: value for name, value in copy.items() if name not in raw}
+            select_backend(backend, layout, options, own.device).paged_attention(
+                **pages, layout=layout, options=options, out=own, lse=None, key=None, value=None,
+                max_query_len=shape.query_len, max_seq_len=shape.context,
+            )  # fmt: skip
             out = torch.full_like(copy["query"], torch.nan)
             nibblekv.paged_attention(
                 **copy, layout=layout, out=out, backend=backend, max_query_len=shape.query_len, max_seq_len=shape.context
             )
-            error, rounding = _error(shape, layout, copy, out, {})
             name = str(dtype).removeprefix("torch.")
-            rows.append({"dtype": name, "query_scale": scale, "rel_err": error, "rounding_err": rounding})
+            errors = {"rel_err": _error(shape, layout, copy, own, {}), "out_err": _error(shape, layout, copy, out, {})}
+            rows.append({"dtype": name, "query_scale": scale, **errors})
     return rows
 
 
-def _error(
-    shape: Shape, layout: KVCacheLayout, copy: dict[str, Any], out: torch.Tensor, options: dict[str, Any]
-) -> tuple[float, float]:
-    """Return the relative error of the first sequence's first 64 queries against float64 attention over its own pages, and
-    that of the exact result rounded to the dtype of out."""
+def _error(shape: Shape, layout: KVCacheLayout, copy: dict[str, Any], out: torch.Tensor, options: dict[str, Any]) -> float:
+    """Return the relative error of the first sequence's first 64 queries against float64 attention over its own pages."""
     count = min(shape.query_len, 64)
     key, value = nibblekv.gather_and_dequantize(copy["kv_cache"], copy["block_table"][0], shape.context, layout)
     context = shape.context - shape.query_len
@@ -315,15 +336,30 @@ def _error(
         value = torch.cat((value[:context], options["value"].float()))
     group = shape.num_query_heads // shape.num_kv_heads
     length = context + count
+    position = torch.arange(length, device="cuda")
+    raw = torch.zeros(count, length, dtype=torch.bool, device="cuda")
+    raw_key, raw_value = key, value
+    if "raw_key" in copy:
+        described = AttentionOptions(1.0, **{name: copy[name] for name in copy if name.startswith("raw_")})
+        raw = reference.raw_mask(position[context:], position, described)
+        places = reference.raw_rows(torch.arange(shape.context, device="cuda"), described)
+        raw_key, raw_value = (copy[name][0, places].float() for name in ("raw_key", "raw_value"))
+        if "key" in options:
+            raw_key = torch.cat((raw_key[:context], options["key"].float()))
+            raw_value = torch.cat((raw_value[:context], options["value"].float()))
+    raw_key, raw_value = (x[:length].double() for x in (raw_key, raw_value))
     key, value = (x[:length].double() for x in (key, value))
     query = copy["query"][:count].double().unflatten(1, (shape.num_kv_heads, group))
     exact = torch.empty(count, shape.num_kv_heads, group, shape.head_size, dtype=torch.float64, device="cuda")
     hidden = torch.arange(length, device="cuda")[None, :] > torch.arange(context, length, device="cuda")[:, None]
     for head in range(shape.num_kv_heads):
-        scores = torch.einsum("qgd,kd->gqk", query[:, head], key[:, head]) * shape.head_size**-0.5
-        exact[:, head] = torch.einsum("gqk,kd->qgd", scores.masked_fill(hidden, -torch.inf).softmax(-1), value[:, head])
-    got, rounded = out[:count].double().view_as(exact), exact.to(out.dtype).double()
-    return float((got - exact).norm() / exact.norm()), float((rounded - exact).norm() / exact.norm())
+        scores, raw_scores = (torch.einsum("qgd,kd->gqk", query[:, head], x[:, head]) for x in (key, raw_key))
+        scores = torch.where(raw, raw_scores, scores) * shape.head_size**-0.5
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        exact[:, head] = torch.einsum("gqk,kd->qgd", weights * ~raw, value[:, head])
+        exact[:, head] += torch.einsum("gqk,kd->qgd", weights * raw, raw_value[:, head])
+    got = out[:count].double().view_as(exact)
+    return float((got - exact).norm() / exact.norm())
 
 
 def _rival_times(shape: Shape) -> dict[str, float | None]:

@@ -6,20 +6,25 @@ is not yet full is copied when one of its owners writes to it. Stored bytes are 
 
 With a window and sinks, attention reads the newest and the first tokens of a sequence unquantized: a store beside the
 pages, one row of fixed size per sequence and layer, holds them as well. Every token is in its page all the same.
+
+With a calibration, both hold mapped keys and values (`nibblekv.calibration`); callers see plain ones.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
 
 from nibblekv import ops
 from nibblekv.backends import select_backend
+from nibblekv.calibration import LayerCalibration
 from nibblekv.layout import KVCacheLayout
 from nibblekv.options import AttentionOptions
 
@@ -101,6 +106,7 @@ class PagedKVCache:
         window: int = 0,
         sinks: int = 0,
         raw_dtype: torch.dtype = torch.bfloat16,
+        calibrations: Sequence[LayerCalibration | None] | None = None,
     ) -> None:
         """Create an empty cache.
 
@@ -111,9 +117,11 @@ class PagedKVCache:
             backend: see `nibblekv.backends.select_backend`.
             window, sinks: the last and the first tokens of each sequence that are read unquantized; 0: none.
             raw_dtype: of these tokens.
+            calibrations: one per layer, None for a layer without; none at all by default.
 
         Raises:
-            ValueError: no layout, negative window or sinks, different block sizes, num_blocks below 1 or beyond 2**31 slots.
+            ValueError: no layout, negative window or sinks, different block sizes, num_blocks below 1 or beyond 2**31 slots,
+                calibrations of other sizes than the layers'.
         """
         layouts = [layouts] if isinstance(layouts, KVCacheLayout) else list(layouts)
         if not layouts:
@@ -132,6 +140,7 @@ class PagedKVCache:
         # Of a layer whose newest step overwrote rows that its own queries read: the step, and the rows before it.
         self._raw_before: dict[int, tuple[CacheStep, torch.Tensor, torch.Tensor]] = {}
         self.layouts: list[KVCacheLayout] = []
+        self.calibrations: list[LayerCalibration | None] = []
         self.kv_caches: list[torch.Tensor] = []
         self.growable = num_blocks is None
         self.num_blocks = 1 if num_blocks is None else num_blocks
@@ -145,15 +154,19 @@ class PagedKVCache:
         # A call of a kind that passed every check once goes straight to its backend: the checks cost 0.1 ms per layer,
         # and the indices are our own.
         self._checked: dict[Any, Any] = {}
-        for layout in layouts:
-            self.add_layer(layout)
+        for layout, calibration in zip(layouts, calibrations or [None] * len(layouts), strict=True):
+            self.add_layer(layout, calibration)
 
-    def add_layer(self, layout: KVCacheLayout) -> int:
+    def add_layer(self, layout: KVCacheLayout, calibration: LayerCalibration | None = None) -> int:
         """Add a layer that shares the block tables, with zeroed pages; return its index."""
+        if calibration is not None:
+            calibration.check(layout.num_kv_heads, layout.head_size, layout.head_size_v)
+            calibration = calibration.to(self.device)
         if layout.block_size != self.block_size:
             raise ValueError(f"layout: expected block_size {self.block_size}, got {layout.block_size}")
         self.kv_caches.append(layout.allocate(self.num_blocks, self.device))
         self.layouts.append(layout)
+        self.calibrations.append(calibration)
         if self._raw_rows:
             self._raw.append(self._allocate_raw(layout))
         return len(self.layouts) - 1
@@ -283,6 +296,9 @@ class PagedKVCache:
             step: from `extend`.
             key: [sum(num_tokens), num_kv_heads, head_size]; value: [.., head_size_v]; see `nibblekv.reshape_and_cache`.
         """
+        calibration = self.calibrations[layer]
+        if calibration is not None:
+            key, value = calibration.stored(key, value)
         kv_cache, layout, slots = self.kv_caches[layer], self.layouts[layer], step.slot_mapping
         kind = (
             layer,
@@ -355,6 +371,24 @@ class PagedKVCache:
         Returns:
             As `nibblekv.paged_attention`.
         """
+        calibration = self.calibrations[layer]
+        if calibration is not None:
+            attend = functools.partial(self._attend, step, layer=layer, strict=strict)
+            return calibration.attend(attend, query, key=key, value=value, **options)
+        return self._attend(step, query, layer, key=key, value=value, strict=strict, **options)
+
+    def _attend(
+        self,
+        step: CacheStep,
+        query: torch.Tensor,
+        layer: int,
+        *,
+        key: torch.Tensor | None = None,
+        value: torch.Tensor | None = None,
+        strict: bool = False,
+        **options: Any,
+    ) -> Any:
+        """Attend as `attend` does, to what the cache holds."""
         kv_cache, layout = self.kv_caches[layer], self.layouts[layer]
         # Rows that attention reads in place are the same tensors in every call of a kind.
         in_place = bool(self._raw_rows) and isinstance(step.rows, slice) and not self._overwrites(step)
@@ -379,6 +413,10 @@ class PagedKVCache:
                 out, None, None, None, step.max_query_len, step.max_seq_len,
             )  # fmt: skip
             return out
+        lengths: dict[str, Any] = {}
+        if reads_own and not query.is_cpu and "host_lengths" not in options:
+            starts = [0, *accumulate(step.num_tokens)]
+            lengths["host_lengths"] = starts, [self._sequences[seq_id].length for seq_id in step.seq_ids]
         result = ops.paged_attention(
             query,
             kv_cache,
@@ -392,6 +430,7 @@ class PagedKVCache:
             max_seq_len=step.max_seq_len,
             backend=self.backend,
             **raw,
+            **lengths,
             **options,
         )
         if query.shape[0] and not {"out", "return_lse", "output_scale"} & options.keys():
@@ -407,7 +446,9 @@ class PagedKVCache:
         """Return what a layer stores of a sequence as float32: key [length, num_kv_heads, head_size] and value."""
         sequence = self._lookup((seq_id,))[0]
         table = self._block_table[sequence.row]
-        return ops.gather_and_dequantize(self.kv_caches[layer], table, sequence.length, self.layouts[layer])
+        stored = ops.gather_and_dequantize(self.kv_caches[layer], table, sequence.length, self.layouts[layer])
+        calibration = self.calibrations[layer]
+        return stored if calibration is None else calibration.restored(*stored)
 
     def _allocate_raw(self, layout: KVCacheLayout) -> tuple[torch.Tensor, torch.Tensor]:
         shape = (self._raw_capacity, self._raw_rows, layout.num_kv_heads)
@@ -635,36 +676,37 @@ class PagedKVCache:
         for count in counts:
             starts.append(starts[-1] + count)
         rows = self._rows(sequences)
-        # One host tensor, so one copy to the device: lengths, starts, slots.
+        # One host tensor, so one copy to the device: lengths, starts, rows for the unquantized store, slots.
         num_seqs = len(lengths)
+        tokens, places = self._raw_places(sequences, counts) if self._raw_rows else (None, None)
+        first = 2 * num_seqs + 1 + len(tokens or ())
+        end = first + len(places or ())
+        meta_list = [*lengths, *starts, *(tokens or ()), *(places or ())]
         if max(counts, default=0) <= 1:
             size = self.block_size
             slots = [
                 s.blocks[-1] * size + (s.length - 1) % size for s, count in zip(sequences, counts, strict=True) if count
             ]
-            meta = torch.tensor(lengths + starts + slots, dtype=torch.int32)
+            meta = torch.tensor(meta_list + slots, dtype=torch.int32)
         else:
-            meta = torch.tensor(lengths + starts, dtype=torch.int32)
+            meta = torch.tensor(meta_list, dtype=torch.int32)
             meta = torch.cat((meta, *(self._slots(s, count) for s, count in zip(sequences, counts, strict=True))))
         meta = meta.to(self.device)
-        raw_tokens, raw_slots = self._raw_slots(sequences, counts) if self._raw_rows else (None, None)
         return CacheStep(
             tuple(seq_ids),
             counts,
-            meta[2 * num_seqs + 1 :],
+            meta[end:],
             self._block_table[rows],
             meta[:num_seqs],
             meta[num_seqs : 2 * num_seqs + 1],
             max(counts, default=0),
             max(lengths, default=0),
             rows,
-            raw_tokens,
-            raw_slots,
+            None if tokens is None else meta[2 * num_seqs + 1 : first].long(),
+            None if places is None else meta[first:end].long(),
         )
 
-    def _raw_slots(
-        self, sequences: list[_Sequence], counts: tuple[int, ...]
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def _raw_places(self, sequences: list[_Sequence], counts: tuple[int, ...]) -> tuple[list[int] | None, list[int] | None]:
         """Return which of the last tokens the unquantized store keeps, and where; None for all, or for none."""
         if max(counts, default=0) <= 1 and (self.window or all(s.length <= self.sinks for s in sequences)):
             slots = []  # as below, for one token of each, in half the time
@@ -673,7 +715,7 @@ class PagedKVCache:
                     position = sequence.length - 1
                     row = position if position < self.sinks else self._raw_row(position)
                     slots.append(sequence.row * self._raw_rows + row)
-            return None, torch.tensor(slots, dtype=torch.long, device=self.device)
+            return None, slots
         tokens: list[int] = []
         slots = []
         begin = 0
@@ -686,10 +728,7 @@ class PagedKVCache:
             rows = [p if p < self.sinks else self._raw_row(p) for p in kept]
             slots += [sequence.row * self._raw_rows + row for row in rows]
             begin += count
-        if not tokens:
-            return None, None
-        pair = torch.tensor([tokens, slots], dtype=torch.long, device=self.device)
-        return pair[0], pair[1]
+        return (tokens, slots) if tokens else (None, None)
 
     def _slots(self, sequence: _Sequence, count: int) -> torch.Tensor:
         """Slots of the last `count` tokens, [count] int32."""

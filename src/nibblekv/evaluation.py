@@ -1,7 +1,8 @@
 """Measure what a cache format costs a real model: perplexity, divergence from the unquantized cache, copying, greedy text.
 
 Teacher-forced: one forward per window and format, in which every key and value that attention reads is the stored one
-(`strict`), but for those that a format with a window and sinks reads unquantized (`int4+w32s4`). The reference is the same
+(`strict`), but for those that a format with a window and sinks reads unquantized (`int4+w32s4`). `+calib` at the end of a
+format's name takes the calibration that was saved for the model. The reference is the same
 model in the same dtype with an unquantized cache. Per scored position,
 KL = sum_t p_ref(t) ln(p_ref(t) / p_format(t)) over the vocabulary, in nats.
 """
@@ -22,7 +23,7 @@ from nibblekv.peers import cache_argument, cache_maker, check_format, stored_bit
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["TEXTS", "copy_windows", "evaluate", "load_text", "text_windows"]
+__all__ = ["TEXTS", "beginning_tokens", "copy_windows", "evaluate", "load_text", "text_windows"]
 
 # progress(stage, done, total), in forwards of the model.
 Progress = Callable[[str, int, int], None]
@@ -60,6 +61,12 @@ def load_text(name: str) -> str:
         raise ValueError(f"text: expected UTF-8, got {name}: {error}") from error
 
 
+def beginning_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the tokens that the tokenizer begins a text with (Gemma's <bos>)."""
+    tokens = tokenizer("").input_ids
+    return [t for t in tokens if t != tokenizer.eos_token_id or t == tokenizer.bos_token_id]
+
+
 def text_windows(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], num_windows: int, window: int = 1024
 ) -> torch.Tensor:
@@ -79,7 +86,7 @@ def text_windows(
         raise ValueError(f"windows: expected at least 1, got {num_windows}")
     if window < 16:
         raise ValueError(f"window: expected at least 16 tokens, got {window}")
-    prefix = _prefix(tokenizer)
+    prefix = beginning_tokens(tokenizer)
     size = window - len(prefix)
     rows = []
     for i, text in enumerate(texts):
@@ -102,7 +109,7 @@ def copy_windows(tokenizer: PreTrainedTokenizerBase, num_windows: int, window: i
     counts = Counter(word for name in _FILES for word in re.findall(r"\b[a-z]{3,}\b", load_text(name)))
     words = [tokenizer(" " + word, add_special_tokens=False).input_ids for word, _ in counts.most_common(_COMMON_WORDS)]
     common = torch.tensor([t[0] for t in words if len(t) == 1 and t[0] != tokenizer.unk_token_id])
-    prefix = torch.tensor(_prefix(tokenizer), dtype=torch.long)
+    prefix = torch.tensor(beginning_tokens(tokenizer), dtype=torch.long)
     half = (window - len(prefix)) // 2
     generator = torch.Generator().manual_seed(_SEED)
     rows = []
@@ -120,6 +127,7 @@ def evaluate(
     model_name: str,
     copy: torch.Tensor | None = None,
     new_tokens: int = 0,
+    position_bins: int = 0,
     progress: Progress | None = None,
 ) -> list[dict[str, Any]]:
     """Compare formats with the unquantized cache on windows of tokens.
@@ -129,13 +137,15 @@ def evaluate(
         windows: [N, window] int64; the last three quarters of their predictions are scored.
         copy: windows of `copy_windows`, of which the repetition is scored; None leaves the task out.
         new_tokens: tokens to generate greedily after the first half of each window; 0 leaves that out.
+        position_bins: parts into which the scored positions are cut for `by_position`; 0 leaves that out.
 
     Returns:
         One row per format: model, format, bits_per_value, perplexity, kl_mean, kl_median, kl_p99, kl_p999, top1 (share of
         positions with the reference's most likely token), tokens (scored); with `copy` also copy_correct (share), copy_kl
         and copy_tokens; with `new_tokens` also greedy_agreement (share of generated tokens equal to the reference's at the
-        same step) and greedy_divergence (mean step of the first difference, new_tokens where there is none). A format that
-        the model cannot use has a row with `note`, the reason, in place of figures.
+        same step) and greedy_divergence (mean step of the first difference, new_tokens where there is none); with
+        `position_bins` also by_position, a list of {position (mean of the bin), kl_mean, top1}. A format that the model
+        cannot use has a row with `note`, the reason, in place of figures.
 
     Raises:
         ValueError: an unknown format.
@@ -148,7 +158,7 @@ def evaluate(
         try:
             with torch.inference_mode():
                 _log_probs(model, format, windows[0, :_PROBE_TOKENS], 0)
-        except (ImportError, NotImplementedError, RuntimeError, ValueError) as error:
+        except (FileNotFoundError, ImportError, NotImplementedError, RuntimeError, ValueError) as error:
             refused[format] = str(error).splitlines()[0]
     served = [format for format in formats if format not in refused]
     tasks = [("text", windows, windows.shape[1] // UNSCORED_FRACTION)]
@@ -198,17 +208,15 @@ def evaluate(
             continue
         table.append({"model": model_name, "format": format, "bits_per_value": bits[format]})
         table[-1] |= _text_columns(scores["text", format])
+        if position_bins:
+            table[-1]["by_position"] = _by_position(
+                scores["text", format], windows.shape[1] // UNSCORED_FRACTION, position_bins
+            )
         if copy is not None:
             table[-1] |= _copy_columns(scores["copy", format])
         if new_tokens:
             table[-1] |= _greedy_columns(greedy[format])
     return table
-
-
-def _prefix(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the tokens that the tokenizer begins a text with (Gemma's <bos>)."""
-    tokens = tokenizer("").input_ids
-    return [t for t in tokens if t != tokenizer.eos_token_id or t == tokenizer.bos_token_id]
 
 
 def _log_probs(model: PreTrainedModel, format: str, row: torch.Tensor, first: int) -> tuple[torch.Tensor, float]:
@@ -266,6 +274,16 @@ def _text_columns(scores: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
         "top1": float(_gather(scores, "agree").mean()),
         "tokens": len(kl),
     }
+
+
+def _by_position(scores: list[dict[str, torch.Tensor]], first: int, bins: int) -> list[dict[str, float]]:
+    """Return kl_mean and top1 of `bins` parts of the scored positions, which begin at `first` in every window."""
+    kl, agree = (torch.stack([score[name] for score in scores]).double().mean(0) for name in ("kl", "agree"))
+    parts = torch.arange(first, first + len(kl)).double().tensor_split(bins)
+    return [
+        {"position": float(part.mean()), "kl_mean": float(kl_part.mean()), "top1": float(agree_part.mean())}
+        for part, kl_part, agree_part in zip(parts, kl.tensor_split(bins), agree.tensor_split(bins), strict=True)
+    ]
 
 
 def _copy_columns(scores: list[dict[str, torch.Tensor]]) -> dict[str, Any]:

@@ -19,23 +19,25 @@ from nibblekv.rotation import RotationKind
 
 __all__ = ["FORMATS", "QuantFormat", "decode_rows", "encode_rows", "get_format", "unpack_codes", "unpack_scale_word"]
 
-CodeKind = Literal["uint4", "int8", "fp8"]
+CodeKind = Literal["uint4", "uint3", "uint2", "int8", "fp8"]
 WordKind = Literal["scale_zero", "scale_min", "scale"]
 PageKind = Literal["interleaved", "planar"]
 
 SCALE_WORD_BYTES = 4
 MIN_HEAD_SIZE, MAX_HEAD_SIZE, HEAD_SIZE_MULTIPLE = 32, 512, 8
 
-_CODE_BITS = {"uint4": 4, "int8": 8, "fp8": 8}
-_CODE_MAX = {"uint4": 15.0, "int8": 127.0, "fp8": 448.0}
+_CODE_BITS = {"uint4": 4, "uint3": 3, "uint2": 2, "int8": 8, "fp8": 8}
+_CODE_MAX = {"uint4": 15.0, "uint3": 7.0, "uint2": 3.0, "int8": 127.0, "fp8": 448.0}
+# Bits of the planes that a row of unsigned codes is cut into, the codes' lowest bits first: bytes hold whole parts of codes.
+_PLANES = {"uint4": (4,), "uint3": (2, 1), "uint2": (2,)}
 _ZERO_POINT_MASK = 0xF
 _HIGH_HALF = -0x10000  # 0xffff0000 as a signed 32-bit integer
 _NAN_WORD = {"scale_zero": 0x7FC00000, "scale": 0x7FC00000, "scale_min": 0x7FC07FC0}
 # A scale below this is stored as 0 (scale_min) or raised to it (the fp32 words): its reciprocal would leave float32.
 SCALE_FLOOR = 2.0**-100
-# The outermost codes of `scale_min` lie inside the row's range by this part of it, a quarter of a step: every step is 3 %
-# smaller, normal rows have 6 % less squared error, and the outermost values are still nearer than half a step.
-EDGE = 62.0
+# The outermost codes of `scale_min` lie inside the row's range by one such part of it: a quarter of a step for `uint4`, else
+# half. Steps are then 3, 12 and 25 % smaller, and the outermost values still no further than half a step from their codes.
+EDGE = {"uint4": 62.0, "uint3": 16.0, "uint2": 8.0}
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,8 @@ class QuantFormat:
     Attributes:
         name: what a user types.
         version: raised whenever the meaning of stored bytes changes; peers compare it before they exchange pages.
-        code: how one value is stored. `uint4`: two to a byte, even dimension in the low nibble.
+        code: how one value is stored. `uint4`: two to a byte, even dimension in the low nibble. `uint2`: four to a byte.
+            `uint3`: the two low bits of all values as `uint2`, then their high bits, eight to a byte.
         word: what the 32-bit scale word holds (see `unpack_scale_word`).
         rotation: applied to the head vector before coding, undone after decoding (see `rotation.py`).
         page: the page arrangement that the format uses unless a layout asks for the other (see `layout.py`).
@@ -83,6 +86,8 @@ FORMATS: dict[str, QuantFormat] = {
     f.name: f
     for f in (
         QuantFormat("int4", 1, "uint4", "scale_min", "full", "planar", "4-bit, whole-head rotation, 16-bit scale and min"),
+        QuantFormat("int3", 1, "uint3", "scale_min", "full", "planar", "3-bit, otherwise as int4"),
+        QuantFormat("int2", 1, "uint2", "scale_min", "full", "planar", "2-bit, otherwise as int4"),
         QuantFormat(
             "int4_per_token_head", 1, "uint4", "scale_zero", "block", "interleaved", "4-bit, the bytes that vLLM writes"
         ),
@@ -128,7 +133,7 @@ def encode_rows(y: torch.Tensor, fmt: QuantFormat) -> tuple[torch.Tensor, torch.
     """
     lo, hi = y.amin(-1), y.amax(-1)
     if fmt.word == "scale_min":
-        margin = (hi - lo) / EDGE
+        margin = (hi - lo) / EDGE[fmt.code]
         bias = _round_bfloat16(lo + margin, up=False)
         span = hi - margin - bias
         scale = _round_bfloat16(span / fmt.code_max, up=True)
@@ -163,8 +168,15 @@ def decode_rows(codes: torch.Tensor, words: torch.Tensor, fmt: QuantFormat) -> t
 
 def unpack_codes(codes: torch.Tensor, fmt: QuantFormat) -> torch.Tensor:
     """Return the code values [..., head_size] float32 of packed codes [..., row_bytes] uint8."""
-    if fmt.code == "uint4":
-        return torch.stack((codes & 0xF, codes >> 4), -1).flatten(-2).to(torch.float32)
+    if fmt.code in _PLANES:
+        head_size = codes.shape[-1] * 8 // fmt.bits
+        planes = _PLANES[fmt.code]
+        values, offset = torch.zeros_like(codes[..., :1]), 0
+        for bits, plane in zip(planes, codes.split([head_size * bits // 8 for bits in planes], -1), strict=True):
+            shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=codes.device)
+            values = values | (((plane[..., None] >> shifts) & (1 << bits) - 1) << offset).flatten(-2)
+            offset += bits
+        return values.to(torch.float32)
     return codes.view(torch.int8 if fmt.code == "int8" else torch.float8_e4m3fn).to(torch.float32)
 
 
@@ -184,9 +196,14 @@ def unpack_scale_word(words: torch.Tensor, fmt: QuantFormat) -> tuple[torch.Tens
 
 
 def _pack_codes(codes: torch.Tensor, fmt: QuantFormat) -> torch.Tensor:
-    if fmt.code == "uint4":
-        nibbles = torch.floor(codes + 0.5).clamp(0, fmt.code_max).to(torch.uint8)
-        return nibbles[..., 0::2] | (nibbles[..., 1::2] << 4)
+    if fmt.code in _PLANES:
+        values = torch.floor(codes + 0.5).clamp(0, fmt.code_max).to(torch.uint8)
+        planes = []
+        for bits in _PLANES[fmt.code]:
+            shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=codes.device)
+            planes.append(((values & (1 << bits) - 1).unflatten(-1, (-1, 8 // bits)) << shifts).sum(-1, dtype=torch.uint8))
+            values = values >> bits
+        return torch.cat(planes, -1)
     if fmt.code == "int8":
         rounded = torch.trunc(codes + torch.copysign(torch.full_like(codes, 0.5), codes))
         return rounded.clamp(-128, fmt.code_max).to(torch.int8).view(torch.uint8)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
     from transformers.cache_utils import Cache
 
-__all__ = ["bench_generate", "generate_side_by_side"]
+__all__ = ["bench_generate", "generate_side_by_side", "generate_tokens"]
 
 # progress(stage, done, total), in calls of `generate`.
 Progress = Callable[[str, int, int], None]
@@ -69,10 +69,10 @@ def generate_side_by_side(
                 cache = make_cache()
                 torch.manual_seed(seed)
                 begin = time.perf_counter()
-                out = _generate(model, inputs, cache, max_new_tokens=new_tokens, **sampling)
+                out = generate_tokens(model, inputs, cache, max_new_tokens=new_tokens, **sampling)
                 seconds = time.perf_counter() - begin
                 size = cache_bytes(cache)
-        except (ImportError, NotImplementedError, ValueError) as error:
+        except (FileNotFoundError, ImportError, NotImplementedError, ValueError) as error:
             rows.append({"format": format, "note": str(error).splitlines()[0]})
             continue
         count = out.shape[1] - len(ids)
@@ -134,9 +134,9 @@ def bench_generate(
             with cache_maker(model, format, max_tokens=max_tokens) as make_cache:
                 caches[format] = make_cache()
                 begin = time.perf_counter()
-                tokens[format] = _generate(model, prompt, caches[format], max_new_tokens=1, min_new_tokens=1)
+                tokens[format] = generate_tokens(model, prompt, caches[format], max_new_tokens=1, min_new_tokens=1)
                 prefill = time.perf_counter() - begin
-        except (ImportError, NotImplementedError, ValueError) as error:
+        except (FileNotFoundError, ImportError, NotImplementedError, ValueError) as error:
             rows[format]["note"] = str(error).splitlines()[0]
             caches.pop(format, None)
             continue
@@ -154,7 +154,7 @@ def bench_generate(
                 progress(f"decode: {format}", done, total)
             with cache_maker(model, format):
                 begin = time.perf_counter()
-                tokens[format] = _generate(
+                tokens[format] = generate_tokens(
                     model, tokens[format], cache, max_new_tokens=new_tokens, min_new_tokens=new_tokens
                 )
                 if turn:
@@ -177,8 +177,8 @@ def bench_generate(
     return list(rows.values())
 
 
-def _generate(model: PreTrainedModel, tokens: torch.Tensor, cache: Cache, **arguments: Any) -> torch.Tensor:
-    """Continue tokens [1, length], of which the cache holds a beginning; return [1, longer]."""
+def generate_tokens(model: PreTrainedModel, tokens: torch.Tensor, cache: Cache, **arguments: Any) -> torch.Tensor:
+    """Continue tokens [batch, length], of which the cache holds a beginning; return [batch, longer], greedy unless told."""
     with torch.inference_mode():
         return model.generate(  # type: ignore[operator]
             tokens,

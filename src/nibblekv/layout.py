@@ -1,10 +1,12 @@
 """Bytes of a page: shapes and zero-copy views of a paged KV cache, for any strides.
 
-A page holds `block_size` tokens of every KV head. It is arranged in one of two ways; the bytes per token are the same.
+A page holds `block_size` tokens of every KV head. It is arranged in one of two ways, with the same bytes per token.
 
     interleaved   one row per (head, slot): [K codes | K word | V codes | V word]           vLLM's arrangement
     planar        one tile per head: [K codes: block_size rows | V codes: block_size rows
                                       | K words: block_size | V words: block_size]          every row stays aligned
+
+Only interleaved rows of 2- and 3-bit codes may differ: their codes are padded to whole words of 4 bytes.
 
 Nothing here writes: a cache starts as zeros, and zeros decode to zeros.
 """
@@ -118,8 +120,12 @@ class KVCacheLayout:
 
     @cached_property
     def slot_bytes(self) -> int:
-        """Bytes of one token of one KV head: codes and scale words of key and value."""
-        return self.k_row_bytes + self.v_row_bytes + 2 * SCALE_WORD_BYTES
+        """Bytes of one token of one KV head: codes and scale words of key and value, and what pads interleaved ones."""
+        return self._room(self.k_row_bytes) + self._room(self.v_row_bytes) + 2 * SCALE_WORD_BYTES
+
+    def _room(self, row_bytes: int) -> int:
+        """Return the bytes that a row's codes take: the scale word behind an interleaved row stays aligned."""
+        return row_bytes if self.page == "planar" else -(-row_bytes // SCALE_WORD_BYTES) * SCALE_WORD_BYTES
 
     @cached_property
     def tile_bytes(self) -> int:
@@ -166,7 +172,8 @@ class KVCacheLayout:
             raise ValueError(f"kv_cache: expected shape {('num_blocks', *expected[1:])}, got {shape}")
         if strides[-1] != 1:
             raise ValueError(f"kv_cache: expected bytes of a row to be contiguous, got strides {strides}")
-        if any(s % SCALE_WORD_BYTES for s in strides[:-1]) or kv_cache.storage_offset() % SCALE_WORD_BYTES:
+        outer = strides[:2] if self.page == "planar" else strides[:3]
+        if any(s % SCALE_WORD_BYTES for s in outer) or kv_cache.storage_offset() % SCALE_WORD_BYTES:
             raise ValueError(
                 f"kv_cache: expected strides and storage offset in multiples of {SCALE_WORD_BYTES} bytes, "
                 f"got strides {strides}, offset {kv_cache.storage_offset()}"
@@ -212,9 +219,9 @@ class KVCacheLayout:
             v_scale = words[..., word + self.block_size :]
         else:
             words = kv_cache.view(torch.int32)
-            v_begin = self.k_row_bytes + SCALE_WORD_BYTES
+            v_begin = self._room(self.k_row_bytes) + SCALE_WORD_BYTES
             key = kv_cache[..., : self.k_row_bytes]
             value = kv_cache[..., v_begin : v_begin + self.v_row_bytes]
-            k_scale = words[..., self.k_row_bytes // SCALE_WORD_BYTES]
-            v_scale = words[..., (v_begin + self.v_row_bytes) // SCALE_WORD_BYTES]
+            k_scale = words[..., v_begin // SCALE_WORD_BYTES - 1]
+            v_scale = words[..., -1]
         return KVCacheViews(key.transpose(1, 2), value.transpose(1, 2), k_scale.transpose(1, 2), v_scale.transpose(1, 2))

@@ -54,7 +54,8 @@ class AttentionOptions:
         output_scale: [1] float32; the output is out / output_scale, saturated to float8_e4m3fn.
         batch_invariant: bitwise the same row whatever else is in the batch.
         host_lengths: (query_start_loc, seq_lens) as integers, where the host knows them: a GPU call with raw keys behind
-            stored ones then waits for nothing. In a CUDA graph they hold for every replay.
+            stored ones then waits for nothing, and one over uneven lengths divides its work better. In a CUDA graph they
+            hold for every replay.
     """
 
     softmax_scale: float

@@ -2,7 +2,7 @@
 
 Names: `none` (DynamicCache in the dtype of the model), every name in `FORMATS` or two of them as K/V, `hf-quanto`, `hf-hqq`
 (transformers' QuantizedCache at 4 bits in groups of 64). Ours take a suffix: `int4+w32s4` reads the last 32 and the first 4
-tokens unquantized.
+tokens unquantized, and a further `+calib` maps keys and values by the calibration that was saved for the model.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nibblekv.plan import attention_layers, bits_per_value, split_format, split_window
+from nibblekv.calibration import Calibration, find_calibration, fingerprint
+from nibblekv.plan import attention_layers, bits_per_value, is_calibrated, split_format, split_window
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -33,7 +34,9 @@ def check_format(format: str) -> None:
         try:
             split_format(format)
         except ValueError as error:
-            others = f"also none, {', '.join(PEERS)}, two formats as K/V, and a window and sinks as int4+w32s4"
+            others = (
+                f"also none, {', '.join(PEERS)}, two formats as K/V, a window and sinks as int4+w32s4, and +calib at the end"
+            )
             raise ValueError(f"{error}; {others}") from error
 
 
@@ -74,11 +77,13 @@ def cache_maker(
 
         k_format, v_format = split_format(format)
         _, window, sinks = split_window(format)
+        calibration = _saved_calibration(model) if is_calibrated(format) else None
         try:
-            attach(model, k_format, v_format=v_format)
+            attach(model, k_format, v_format=v_format, calibration=calibration)
             yield lambda: attach(
-                model, k_format, v_format=v_format, strict=strict, max_tokens=max_tokens, window=window, sinks=sinks
-            )
+                model, k_format, v_format=v_format, strict=strict, max_tokens=max_tokens, window=window, sinks=sinks,
+                calibration=calibration,
+            )  # fmt: skip
         finally:
             detach(model)
 
@@ -108,6 +113,14 @@ def stored_bits_per_value(model: PreTrainedModel, format: str, cache: Cache) -> 
     if format not in PEERS:
         return bits_per_value(layers, format)
     return 8 * cache_bytes(cache) / (sum(layer.values_per_token for layer in layers) * cache.get_seq_length())
+
+
+def _saved_calibration(model: PreTrainedModel) -> Calibration:
+    """Return the calibration that was saved for a model; raise FileNotFoundError with what to do if there is none."""
+    path = find_calibration(model)
+    if path is None:
+        raise FileNotFoundError("calibration: expected one saved for this model, got none; run `nibblekv calibrate MODEL`")
+    return Calibration.load(path, fingerprint(model))
 
 
 def _read_stored(layer: Any) -> None:

@@ -45,15 +45,16 @@ def test_real_model_answers_from_four_bits_in_less_than_two_sevenths_of_the_spac
 
 
 @pytest.mark.parametrize(
-    ("fmt", "strict", "triton_backend"),
+    ("fmt", "strict", "triton_backend", "slot_bytes"),
     [
-        ("int4", "0", False),
-        ("int4", "1", True),
-        ("int4_per_token_head", "1", False),
-        ("int8_per_token_head:int4", "0", True),
+        ("int4", "0", False, 72),
+        ("int4", "1", True, 72),
+        ("int4_per_token_head", "1", False, 72),
+        ("int8_per_token_head:int4", "0", True, 104),
+        ("int4:int3", "1", False, 64),
     ],
 )
-def test_layer_outputs_are_attention_over_the_stored_rows(run_scenario, tiny_model, fmt, strict, triton_backend):
+def test_layer_outputs_are_attention_over_the_stored_rows(run_scenario, tiny_model, fmt, strict, triton_backend, slot_bytes):
     """Catches wrong slots, tables, batch splits, and rows left unwritten, at every layer and step of a mixed batch.
 
     With `triton_backend` the engine runs the classes that serve a GPU: their hooks, metadata and calls, on CPU tensors.
@@ -65,7 +66,7 @@ def test_layer_outputs_are_attention_over_the_stored_rows(run_scenario, tiny_mod
         triton_backend=triton_backend,
     )
     assert run.result["impl"] == (TRITON_IMPL if triton_backend else IMPL)
-    assert run.result["cache_shape"][1:] == [2, 16, 72 + 32 * (fmt != fmt.split(":")[0])]
+    assert run.result["cache_shape"][1:] == [2, 16, slot_bytes]
     assert run.result["least_norm"] > 0.1
     assert max(run.result["errors"]) < 1e-3, max(run.result["errors"])
 

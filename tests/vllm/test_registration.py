@@ -157,7 +157,7 @@ def test_settings(monkeypatch):
 @pytest.mark.parametrize(
     ("variable", "value", "message"),
     [
-        ("NIBBLEKV_FORMAT", "int3", "NIBBLEKV_FORMAT: expected one of int4"),
+        ("NIBBLEKV_FORMAT", "int5", "NIBBLEKV_FORMAT: expected one of int4"),
         ("NIBBLEKV_STRICT", "maybe", "NIBBLEKV_STRICT: expected 1 or 0, got 'maybe'"),
     ],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 import nibblekv
-from nibblekv.cli import bench, demo, doctor, evaluate, generate, plan
+from nibblekv.cli import bench, calibrate, demo, doctor, evaluate, generate, plan, report
 from nibblekv.cli.common import HELP_SETTINGS, user_errors
 
 __all__ = ["app"]
@@ -17,6 +17,8 @@ app = typer.Typer(
 app.command("demo")(user_errors(demo.demo))
 app.command("generate")(user_errors(generate.generate))
 app.command("eval")(user_errors(evaluate.evaluate_formats))
+app.command("calibrate")(user_errors(calibrate.calibrate))
+app.command("report")(user_errors(report.report))
 app.command("plan")(user_errors(plan.plan))
 app.command("doctor")(user_errors(doctor.doctor))
 app.add_typer(bench.app, name="bench")

@@ -30,6 +30,7 @@ from nibblekv.evaluation import TEXTS, load_text, text_windows
 from nibblekv.formats import FORMATS, get_format
 from nibblekv.generation import DEFAULT_ROUNDS, bench_generate
 from nibblekv.models import DEMO_MODELS, fetch_demo_model, load_model
+from nibblekv.plan import split_window
 
 app = typer.Typer(help="Time attention, generation with each format, and serving with vLLM.", context_settings=HELP_SETTINGS)
 
@@ -43,6 +44,7 @@ ATTENTION_COLUMNS: Columns = {
     "baseline_us": ("baseline us", "{:,.1f}".format),
     "ratio": ("times faster", "{:.2f}".format),
 }
+ATTENTION_FORMATS_HELP = f"Comma-separated: {', '.join(FORMATS)}; cuda: int4+w32s4 (window, sinks) too."
 CUDA_COLUMNS: Columns = {
     "op": ("operation", str),
     "shape": ("shape", str),
@@ -57,6 +59,7 @@ CUDA_COLUMNS: Columns = {
     "vllm_int4_us": ("vLLM int4 us", "{:,.0f}".format),
     "vllm_int8_us": ("vLLM int8 us", "{:,.0f}".format),
     "rel_err": ("error", "{:.1e}".format),
+    "out_err": ("in its dtype", "{:.1e}".format),
     "kernels": ("launches", str),
     "host_us": ("host us", "{:,.0f}".format),
     "ratio_to_fa3": ("times faster than FA3", "{:.2f}".format),
@@ -100,7 +103,7 @@ QUALITY_COLUMNS: Columns = {
 @user_errors
 def attention(
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    formats: Annotated[str, typer.Option("--formats", "-f", help=f"Comma-separated: {', '.join(FORMATS)}.")] = "int4",
+    formats: Annotated[str, typer.Option("--formats", "-f", help=ATTENTION_FORMATS_HELP)] = "int4",
     shapes: Annotated[
         str, typer.Option(metavar="REGEX", help="cuda: only rows whose operation and shape match, such as 'decode 32 x'.")
     ] = "",
@@ -121,7 +124,9 @@ def attention(
         raise ValueError(f"device: expected cpu or cuda, got {device!r}")
     if device == "cpu" and (shapes or resume or plot):
         raise ValueError("shapes, resume, plot: expected only with --device cuda")
-    names = [get_format(name).name for name in split_list(formats)]
+    names = split_list(formats)
+    for name in names:
+        get_format(split_window(name)[0] if device == "cuda" else name)
     with progress_bar() as progress:
         if device == "cpu":
             rows = benchmarking.bench_attention_cpu(names, progress=lambda line: progress(line, 0, 0))

@@ -36,10 +36,11 @@ Columns = dict[str, tuple[str, Callable[[Any], str]]]
 JsonOption = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="Write the rows, with the machine, to FILE.")
 ]
-ModelOption = Annotated[
-    str, typer.Option("--model", "-m", help=f"One of {', '.join(DEMO_MODELS)}, a model folder, a .gguf file or a hub name.")
-]
-FORMATS_HELP = f"Comma-separated: none, {', '.join(FORMATS)}, two as K/V, int4+w32s4 (window, sinks), hf-quanto, hf-hqq."
+MODEL_HELP = f"One of {', '.join(DEMO_MODELS)}, a model folder, a .gguf file or a hub name."
+ModelOption = Annotated[str, typer.Option("--model", "-m", help=MODEL_HELP)]
+FORMATS_HELP = (
+    f"Comma-separated: none, {', '.join(FORMATS)}, two as K/V, int4+w32s4 (window, sinks; +calib), hf-quanto, hf-hqq."
+)
 
 
 def user_errors(command: Callable[..., None]) -> Callable[..., None]:

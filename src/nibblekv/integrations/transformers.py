@@ -15,6 +15,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -23,6 +24,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.masking_utils import AttentionMaskInterface
 
 from nibblekv.cache import CacheStep, PagedKVCache, raw_row_count
+from nibblekv.calibration import Calibration, find_calibration, fingerprint
 from nibblekv.formats import QuantFormat, check_head_size, get_format
 from nibblekv.layout import KVCacheLayout
 
@@ -31,6 +33,9 @@ __all__ = ["PagedCache", "attach", "detach"]
 IMPLEMENTATION = "nibblekv"
 # Large pages keep block tables short; a sequence wastes half of one on average.
 DEFAULT_BLOCK_SIZE = 64
+# What four bits cost in answers falls to an eighth on SmolLM2 (benchmarks/results/cpu-eval-smollm2.json), for the bytes of
+# 240 more tokens of a sequence.
+DEFAULT_WINDOW, DEFAULT_SINKS = 32, 4
 LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 # A compiled model breaks its graph here; with fullgraph=True, torch refuses with this sentence.
 EAGER = "nibblekv's packed cache runs eagerly: its pages are allocated in Python"
@@ -84,7 +89,7 @@ class _PagedLayer(CacheLayerMixin):
         self.forwards = 0  # whose tokens this layer took
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        self.layer = self.cache._add_layer(key_states, value_states)
+        self.layer = self.cache._add_layer(self.layer_idx, key_states, value_states)
         self.is_initialized = True
 
     @torch.compiler.disable(reason=EAGER)
@@ -124,6 +129,8 @@ class PagedCache(Cache):
         pages: the `PagedKVCache` that holds the bytes; None before the first forward.
         num_columns: positions seen, pads included (what transformers calls the sequence length).
         lengths: stored tokens of each sequence of the batch, pads left out.
+        calibration: what keys and values are mapped by, or None.
+        observe: called with (layer index, query, key, value, options) of every attention call, rows without pads.
     """
 
     def __init__(
@@ -138,6 +145,7 @@ class PagedCache(Cache):
         backend: str = "auto",
         window: int = 0,
         sinks: int = 0,
+        calibration: Calibration | None = None,
     ) -> None:
         """Describe a cache for a model of `num_layers` layers; see `attach` for the arguments."""
         self.k_format = get_format(format)
@@ -151,6 +159,12 @@ class PagedCache(Cache):
         raw_row_count(window, sinks)  # refuses what is negative
         self.window = window
         self.sinks = sinks
+        if calibration is not None and len(calibration.layers) != num_layers:
+            raise ValueError(
+                f"calibration: expected {num_layers} layers, as the model caches, got {len(calibration.layers)}"
+            )
+        self.calibration = calibration
+        self.observe: Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, dict[str, Any]], None] | None = None
         self.pages: PagedKVCache | None = None
         self._layers = [_PagedLayer(self, layer_idx) for layer_idx in range(num_layers)]
         super().__init__(layers=list(self._layers))
@@ -248,7 +262,7 @@ class PagedCache(Cache):
         unpadded = self.num_columns - max(column, width)
         return [count + unpadded for count in self._padding[:, column:].sum(1).tolist()]
 
-    def _add_layer(self, key: torch.Tensor, value: torch.Tensor) -> int:
+    def _add_layer(self, layer_idx: int, key: torch.Tensor, value: torch.Tensor) -> int:
         """Create a layer's pages from its first keys and values, [batch, heads, length, head_size]."""
         layout = KVCacheLayout.create(
             self.k_format,
@@ -258,6 +272,7 @@ class PagedCache(Cache):
             head_size_v=value.shape[3],
             block_size=self.block_size,
         )
+        calibration = None if self.calibration is None else self.calibration.layers[layer_idx]
         if self.pages is None:
             num_blocks = None if self.max_tokens is None else -(-self.max_tokens // self.block_size)
             self.pages = PagedKVCache(
@@ -268,13 +283,14 @@ class PagedCache(Cache):
                 window=self.window,
                 sinks=self.sinks,
                 raw_dtype=key.dtype,
+                calibrations=[calibration],
             )
             return 0
         if key.device != self.pages.device:
             raise NotImplementedError(
                 f"device_map: expected all layers of a packed cache on one device, {self.pages.device}, got {key.device}"
             )
-        return self.pages.add_layer(layout)
+        return self.pages.add_layer(layout, calibration)
 
     def _interrupted(self) -> int | None:
         """Return a layer that did not take the newest forward's tokens while others did."""
@@ -464,6 +480,8 @@ def _attend(
         options["softcap"] = softcap
     if sinks is not None:
         options["sinks"] = sinks.float()
+    if cache.observe is not None:
+        cache.observe(layer.layer_idx, query_rows, key_rows, value_rows, options)
     if query_len > 1:
         options["key"], options["value"] = key_rows, value_rows
     out = pages.attend(plan.step, query_rows, layer_index, strict=cache.strict, softmax_scale=scaling, **options)
@@ -595,8 +613,9 @@ def attach(
     max_tokens: int | None = None,
     strict: bool = False,
     backend: str = "auto",
-    window: int = 0,
-    sinks: int = 0,
+    window: int = DEFAULT_WINDOW,
+    sinks: int = DEFAULT_SINKS,
+    calibration: Calibration | Path | str | None = "auto",
 ) -> PagedCache:
     """Make a model attend to packed pages, and return an empty cache to pass as `past_key_values`.
 
@@ -612,13 +631,20 @@ def attach(
             False: the tokens of one forward see each other unquantized (a decoded token is always read as stored).
         backend: see `nibblekv.backends.select_backend`.
         window, sinks: the last and the first tokens of each sequence that are read unquantized, in the model's dtype,
-            whatever `strict` says: more accurate, at a fixed size per sequence. They are quantized in their pages as well.
+            whatever `strict` says: more accurate, at a fixed size per sequence; 0: none. Their pages hold them as well.
+        calibration: what keys and values are mapped by (`nibblekv calibrate`): read from a file or made before; "auto": the
+            one that was saved for this model, if there is one; None: none.
 
     Raises:
+        FileNotFoundError: a calibration's file.
         NotImplementedError: the model has layers that a packed cache cannot hold; the message names them.
-        TypeError, ValueError: an argument, or a head size that cannot be stored.
+        TypeError, ValueError: an argument, a head size that cannot be stored, a broken calibration or another model's.
     """
     config = _check_model(model)
+    if calibration == "auto":
+        calibration = find_calibration(model)
+    if isinstance(calibration, str | Path):
+        calibration = Calibration.load(calibration, fingerprint(model))
     cache = PagedCache(
         # The last layers of Gemma 3n read an earlier layer's keys and bring none.
         config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", None) or 0),
@@ -630,6 +656,7 @@ def attach(
         backend=backend,
         window=window,
         sinks=sinks,
+        calibration=calibration,
     )
     AttentionInterface.register(IMPLEMENTATION, _attention)
     AttentionMaskInterface.register(IMPLEMENTATION, _mask)

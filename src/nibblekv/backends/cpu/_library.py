@@ -20,7 +20,7 @@ __all__ = ["DTYPES", "geometry", "index", "instruction_set", "library", "unavail
 
 # Numbers that csrc/abi.h gives to dtypes, codes and words.
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float8_e4m3fn: 3}
-_CODES = {"uint4": 0, "int8": 1, "fp8": 2}
+_CODES = {"uint4": 0, "uint3": 0, "uint2": 0, "int8": 1, "fp8": 2}
 _WORDS = {"scale_min": 0, "scale_zero": 1, "scale": 2}
 
 _keep: list[object] = []  # what the kernels point to
@@ -122,9 +122,11 @@ def _geometry(layout: KVCacheLayout, offsets_and_strides: tuple[tuple[int, ...],
         (layout.v_format, layout.head_size_v, layout.v_row_bytes, 1),
     )
     fields: list[int] = []
-    for fmt, head_size, row_bytes, side in sides:
+    for fmt, head_size, stored_bytes, side in sides:
         fields += offsets_and_strides[side] + offsets_and_strides[2 + side]
-        fields += (_CODES[fmt.code], _WORDS[fmt.word], head_size, row_bytes, _rotation(fmt.rotation, head_size))
+        row_bytes = head_size * max(fmt.bits, 4) // 8
+        fields += (_CODES[fmt.code], fmt.bits, _WORDS[fmt.word], head_size, row_bytes, stored_bytes)
+        fields.append(_rotation(fmt.rotation, head_size))
     record = ctypes.create_string_buffer(struct.pack(f"{len(fields) + 2}q", *fields, layout.block_size, layout.num_kv_heads))
     _keep.append(record)
     return ctypes.addressof(record)

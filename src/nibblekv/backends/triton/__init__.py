@@ -1,13 +1,14 @@
 """The GPU backend: portable Triton kernels for NVIDIA (compute capability 8.0 and newer) and AMD.
 
-Beside them, behind the same functions, `hopper/` writes `int4` rows and decodes 4-bit pages, planar and interleaved, on
-compute capability 9.0; a call that it does not serve (its `supports` says why) takes the portable kernels.
+Beside them, behind the same functions, `hopper/` writes 4-bit rows and decodes pages of every format, for plain options,
+on compute capability 9.0; a call that it does not serve (its `supports` says why) takes the portable kernels.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib.util
+from collections.abc import Sequence
 
 import torch
 
@@ -18,6 +19,9 @@ OLDEST_CAPABILITY = (8, 0)
 HOPPER = (9, 0)
 # Tokens to which the bound on a sequence's length is rounded up before a call is planned.
 REACH = 256
+MOST_SKEW = 8
+# Of float32 rows: wider ones do not fit in the shared memory of every GPU. 16-bit rows fit at every head size.
+WIDEST_RAW = 256
 
 
 def unavailable_reason() -> str | None:
@@ -32,9 +36,15 @@ def unavailable_reason() -> str | None:
 
 
 def supports(layout: KVCacheLayout, options: AttentionOptions | None, device: torch.device) -> str | None:
-    """Return why this backend cannot serve a call, or None: every layout, every option but raw rows, on a GPU."""
-    if options is not None and options.raw_key is not None:
-        return "its kernels do not read a raw window and sinks yet (raw_window, raw_sinks)"
+    """Return why this backend cannot serve a call, or None: every layout and every option, on a GPU."""
+    widest = max(layout.head_size, layout.head_size_v)
+    if (
+        options is not None
+        and options.raw_key is not None
+        and options.raw_key.dtype == torch.float32
+        and widest > WIDEST_RAW
+    ):
+        return f"its kernels read raw keys and values of float32 up to head size {WIDEST_RAW}, got {widest}"
     if device.type == "cpu":
         return None if _interpreting() else "its kernels need a GPU, the tensors are on the CPU"
     if device.type != "cuda":
@@ -92,13 +102,21 @@ def paged_attention(
             max_query_len, max_seq_len,
         )  # fmt: skip
         return
+    if options.host_lengths is not None and options.raw_key is None and not options.batch_invariant:
+        from nibblekv.backends.triton import prefill
+
+        # A slice of a long query does not know the query-query bias of the whole, nor keys after it.
+        if max_query_len >= prefill.LONG_QUERY and options.qq_bias is None and options.causal is True:
+            prefill.attend_stored(query, kv_cache, block_table, seq_lens, query_start_loc, layout, options, out, lse)
+            return
     from nibblekv.backends.triton.launch import replay
 
     # A bound that grows by one each step would make every step a call of its own.
     reach = -(-max_seq_len // REACH) * REACH
+    skew = 1 if options.host_lengths is None else _skew(options.host_lengths[1])
     tensors = (
         options.causal if isinstance(options.causal, torch.Tensor) else None, options.rswa_prefix_lens, options.alibi_slopes,
-        options.sinks, options.qq_bias, options.mm_prefix_ranges, options.output_scale,
+        options.sinks, options.qq_bias, options.mm_prefix_ranges, options.output_scale, options.raw_key, options.raw_value,
     )  # fmt: skip
 
     def attend() -> None:
@@ -106,20 +124,26 @@ def paged_attention(
 
         inputs = (query, kv_cache, block_table, seq_lens, query_start_loc, layout, options, out, lse, max_query_len, reach)
         if _hopper_serves(query, kv_cache, layout, options, max_query_len):
-            hopper.decode(*inputs)
+            hopper.decode(*inputs, skew=skew)
         else:
-            attention.attend(*inputs)
+            attention.attend(*inputs, skew=skew)
 
     replay(
         ("read", id(layout), query.dtype, query.shape, query.stride(), kv_cache.shape[1:], kv_cache.stride(),
          block_table.dtype, block_table.stride(0), seq_lens.dtype, seq_lens.shape, query_start_loc.dtype,
-         out.dtype, out.stride(), max_query_len, reach,
+         out.dtype, out.stride(), max_query_len, reach, skew,
          options.softmax_scale, options.causal if tensors[0] is None else None, options.sliding_window,
          options.chunk_lookback, options.rswa_window, options.softcap, options.alibi_sqrt, options.mm_prefix_clamp,
-         options.batch_invariant,
+         options.batch_invariant, options.raw_window, options.raw_sinks,
          *[None if t is None else (t.dtype, t.shape, t.stride()) for t in tensors]),
         (query, kv_cache, block_table, seq_lens, query_start_loc, out, lse, *tensors), layout, attend,
     )  # fmt: skip
+
+
+def _skew(lengths: Sequence[int]) -> int:
+    """Return how many times as long as the mean the longest sequence is, 1 to `MOST_SKEW`: so many times as many splits let
+    it fill the device when the others have ended."""
+    return max(1, min(MOST_SKEW, round(max(lengths) * len(lengths) / max(1, sum(lengths)))))
 
 
 def _hopper_serves(

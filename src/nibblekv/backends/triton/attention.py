@@ -9,7 +9,10 @@ always the same way, and a chain over a whole split would show (1e-3 at 262,144 
 The running maximum is that of score + log2(value scale), so p * scale never leaves float16, whatever the scales.
 
 The rotation of the output is undone once per row: in this kernel's epilogue if one split holds all keys, else in
-`combine_kernel`, which merges the splits, sinks, and the part of a row that was attended from raw keys (prefill.py).
+`combine_kernel`, which merges the splits, sinks, and the part of a row that was attended from raw keys.
+
+Raw keys are the queries' own (prefill.py) or those of a window and sinks: these are a split of their own, one more program
+beside those of the packed keys, which leave them out. It reads its few rows once for all heads of a group.
 """
 
 from __future__ import annotations
@@ -24,13 +27,15 @@ import triton.language as tl
 
 from nibblekv.backends.triton import rotation
 from nibblekv.backends.triton.codec import (
+    UINT3,
     code_offset,
     code_unit,
     encode_float8,
     format_constants,
+    join_planes,
     join_streams,
     odd_stream_gain,
-    read_word_bytes,
+    read_dtype,
     split_streams,
     unpack_scale_ratio,
     unpack_scale_words,
@@ -120,6 +125,12 @@ def visible_keys(
 
 
 @triton.jit
+def packed_keys(q, k, raw_window, raw_sinks):
+    """Return [rows, keys] bool: the keys that are read as stored beside a raw window and sinks; shapes as above."""
+    return (k >= raw_sinks) & ((raw_window == 0) | (q - k >= raw_window))
+
+
+@triton.jit
 def modify_scores(
     s, q, k, context_len, token, row_mask, head, softcap, alibi_ptr, qq_bias_ptr, qq_stride,
     SOFTCAP: tl.constexpr, ALIBI_SQRT: tl.constexpr,
@@ -175,19 +186,112 @@ def store_rows(
 
 
 @triton.jit
+def attend_raw(
+    query_row, key_ptr, value_ptr, own_row, own_lse_ptr, row_mask, head, token, position, q_first, context_len, key_end, seq,
+    causal, rswa_prefix_ptr, alibi_ptr, qq_bias_ptr, mm_ranges_ptr, key_r, value_r, score_scale, softcap, sliding_window,
+    chunk_size, rswa_window, qq_stride, raw_window, raw_sinks, raw_ring,
+    CHUNK_LOOKBACK: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI_SQRT: tl.constexpr, NUM_MM: tl.constexpr,
+    MM_CLAMP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
+    BLOCK_M: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """Attend rows to the raw window and sinks before `key_end`; return (rows [BLOCK_M, DVP] float32, natural log-sum-exp).
+
+    key_ptr, value_ptr: row 0 of the ring of this sequence and KV head. With own_row, the rows' part that was attended from
+    the queries' own keys goes first.
+    """
+    d = tl.arange(0, DP)
+    dv = tl.arange(0, DVP)
+    sinks_end = tl.minimum(raw_sinks, key_end)
+    window_first = tl.maximum(q_first - raw_window + 1, raw_sinks)
+    count = sinks_end
+    if raw_window > 0:
+        count += tl.maximum(key_end - window_first, 0)
+    q = tl.load(query_row[:, None] + d[None, :], mask=row_mask[:, None] & (d < D)[None, :], other=0.0)
+    SAME: tl.constexpr = (
+        not INTERPRET and query_row.dtype.element_ty == key_ptr.dtype.element_ty and key_ptr.dtype.element_ty != tl.float32
+    )
+    if not SAME:
+        q = q.to(tl.float32)
+    m = tl.full([BLOCK_M], LOWEST, tl.float32)
+    l = tl.zeros([BLOCK_M], tl.float32)  # noqa: E741
+    acc = tl.zeros([BLOCK_M, DVP], tl.float32)
+    if own_row is not None:
+        own_lse = tl.load(own_lse_ptr, mask=row_mask, other=-INF) * LOG2E
+        m = tl.maximum(own_lse, LOWEST)
+        l = tl.where(own_lse == -INF, 0.0, 1.0)  # noqa: E741
+        own = tl.load(own_row[:, None] + dv[None, :], mask=row_mask[:, None] & (dv < DV)[None, :], other=0.0)
+        acc = tl.where((l == 0)[:, None], 0.0, own.to(tl.float32))
+    for start in tl.range(0, count, TILE, num_stages=1):
+        j = start + tl.arange(0, TILE)
+        inside = j < count
+        k = tl.where(j < sinks_end, j, window_first + j - sinks_end)
+        place = tl.where(k < raw_sinks, k, raw_sinks + (k - raw_sinks) % raw_ring).to(tl.int64)
+        keys = tl.load(key_ptr + place[None, :] * key_r + d[:, None], mask=inside[None, :] & (d < D)[:, None], other=0.0)
+        values = tl.load(
+            value_ptr + place[:, None] * value_r + dv[None, :], mask=inside[:, None] & (dv < DV)[None, :], other=0.0
+        )
+        if SAME:
+            s = tl.dot(q, keys) * score_scale
+        else:
+            s = tl.dot(q, keys.to(tl.float32), input_precision=PRECISION) * score_scale
+        if SOFTCAP or alibi_ptr is not None or qq_bias_ptr is not None:
+            s = modify_scores(
+                s, position[:, None], k[None, :], context_len, token, row_mask, head, softcap, alibi_ptr, qq_bias_ptr,
+                qq_stride, SOFTCAP, ALIBI_SQRT,
+            )  # fmt: skip
+        mask = visible_keys(
+            position[:, None], k[None, :], seq, causal, rswa_prefix_ptr, rswa_window, mm_ranges_ptr, sliding_window,
+            chunk_size, CHUNK_LOOKBACK, NUM_MM, MM_CLAMP,
+        )  # fmt: skip
+        mask = mask & inside[None, :] & (packed_keys(position[:, None], k[None, :], raw_window, raw_sinks) == 0)
+        # As in `prefill.dense_kernel`: a value row with NaN or Inf reaches the queries that see it, and no other.
+        broken = tl.max(tl.where(tl.abs(values.to(tl.float32)) < INF, 0, 1), 1) > 0
+        values = tl.where(broken[:, None], 0.0, values).to(values.dtype)
+        s = tl.where(broken[None, :], float("nan"), s)
+        s = tl.where(mask, s, -INF)
+        m_new = tl.maximum(m, tl.max(s, 1))
+        alpha = tl.exp2(m - m_new)
+        p = tl.exp2(s - m_new[:, None])
+        m = m_new
+        l = l * alpha + tl.sum(p, 1)  # noqa: E741
+        acc = acc * alpha[:, None]
+        if INTERPRET or value_ptr.dtype.element_ty == tl.float32:
+            acc = tl.dot(p, values.to(tl.float32), acc, input_precision=PRECISION)
+        else:
+            # Weights of 8 bits would show (1e-3): what their rounding took goes in a second product.
+            high = p.to(values.dtype)
+            acc = tl.dot(high, values, acc)
+            acc = tl.dot((p - high.to(tl.float32)).to(values.dtype), values, acc)
+    y = acc * tl.where(l == 0, 0.0, 1.0 / l)[:, None]
+    return y, tl.where(l == 0, -INF, (m + tl.log2(l)) * LN2)
+
+
+@triton.jit
+def store_partial(y, lse, partial_ptr, partial_lse_ptr, row, row_mask, split, num_splits, DVP: tl.constexpr):
+    """Store a split's rows [ROWS, DVP] and their log-sum-exp; row: token * heads + head."""
+    index = row * num_splits + split
+    column = tl.arange(0, DVP)
+    tl.store(partial_ptr + index[:, None] * DVP + column[None, :], y, mask=row_mask[:, None])
+    tl.store(partial_lse_ptr + index, lse, mask=row_mask)
+
+
+@triton.jit
 def _add_both(a0, b0, a1, b1):
     return a0 + a1, b0 + b1
 
 
-@triton.jit(do_not_specialize=["num_q_tiles", "num_splits"])
+@triton.jit(do_not_specialize=["num_q_tiles", "num_splits", "own_before"])
 def attention_kernel(
     query_ptr, codes_k_ptr, codes_v_ptr, words_ptr, block_table_ptr, seq_lens_ptr, query_start_ptr,
     k_matrix_ptr, v_matrix_ptr, partial_ptr, partial_lse_ptr, out_ptr, lse_ptr,
     causal_ptr, rswa_prefix_ptr, alibi_ptr, sinks_ptr, qq_bias_ptr, mm_ranges_ptr, output_scale_ptr,
+    raw_query_ptr, raw_key_ptr, raw_value_ptr, own_ptr, own_lse_ptr,
     query_t, query_h, table_stride, out_t, out_h,
     k_offset, k_b, k_s, k_h, v_offset, v_b, v_s, v_h, kw_offset, kw_b, kw_s, kw_h, vw_offset, vw_b, vw_s, vw_h,
     score_scale, query_gain, out_gain, softcap, sliding_window, chunk_size, rswa_window, qq_stride,
-    num_q_tiles, num_splits,
+    raw_query_t, raw_query_h, raw_key_b, raw_key_r, raw_key_h, raw_value_b, raw_value_r, raw_value_h,
+    own_t, own_h, own_lse_t, own_lse_h, raw_score_scale, raw_window, raw_sinks, raw_ring,
+    num_q_tiles, num_splits, own_before,
     CHUNK_LOOKBACK: tl.constexpr, CAUSAL: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI_SQRT: tl.constexpr,
     NUM_MM: tl.constexpr, MM_CLAMP: tl.constexpr, PREFIX_ONLY: tl.constexpr, SPLIT_TOKENS: tl.constexpr,
     FINAL: tl.constexpr, SHARED_LIMIT: tl.constexpr, PREFETCH: tl.constexpr, SPLIT_Q: tl.constexpr,
@@ -195,15 +299,19 @@ def attention_kernel(
     D: tl.constexpr, DP: tl.constexpr, K_CODE: tl.constexpr, K_WORD: tl.constexpr, K_ROTATED: tl.constexpr,
     DV: tl.constexpr, DVP: tl.constexpr, V_CODE: tl.constexpr, V_WORD: tl.constexpr, V_ROTATED: tl.constexpr,
     K_ALIGN: tl.constexpr, V_ALIGN: tl.constexpr,
-    BLOCK_M: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr, PRECISION: tl.constexpr,
-    INTERPRET: tl.constexpr,
+    BLOCK_M: tl.constexpr, TILE: tl.constexpr, RAW_TILE: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
+    PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """Attend one tile of rows to one split of the keys of a sequence; grid (sequences * q tiles, KV heads, splits).
+
+    With raw keys there is one more split, theirs: its partial rows are not rotated, its log-sum-exp is natural, and the
+    rows' part from the queries' own keys (own, own_lse) is merged into it.
 
     Token t of sequence b lies at row query_start[b] + t of query and out; the query comes raw, or (K_ROTATED False) as
     float32 already rotated. FINAL writes out and lse; else the partial result [row, split, DVP] (rotated, normalised) and
     its log2-sum-exp.
-    CAUSAL: 1, 0, or 2 to read `causal_ptr`. PREFIX_ONLY leaves out the queries' own keys. SPLIT_TOKENS > 0 fixes splits.
+    CAUSAL: 1, 0, or 2 to read `causal_ptr`. PREFIX_ONLY leaves out the queries' own keys and the own_before in
+    front of them. SPLIT_TOKENS > 0 fixes splits.
     """
     D4: tl.constexpr = DP // 4
     DV4: tl.constexpr = DVP // 4
@@ -232,11 +340,44 @@ def attention_kernel(
     last_row = (tl.program_id(0) % num_q_tiles) * BLOCK_M + BLOCK_M - 1
     last_token = tl.minimum(last_row // GROUP, q_len - 1)
 
-    key_end = context_len if PREFIX_ONLY else seq_len
+    key_end = context_len - own_before if PREFIX_ONLY else seq_len
+    if raw_key_ptr is not None:
+        num_slots = num_splits + 1
+        if split == num_splits:
+            raw_query = raw_query_ptr + (q_begin + token).to(tl.int64) * raw_query_t + head * raw_query_h
+            raw_key = raw_key_ptr + seq.to(tl.int64) * raw_key_b + kv_head * raw_key_h
+            raw_value = raw_value_ptr + seq.to(tl.int64) * raw_value_b + kv_head * raw_value_h
+            own_row = None
+            own_lse_row = None
+            if own_ptr is not None:
+                own_row = own_ptr + (q_begin + token).to(tl.int64) * own_t + head * own_h
+                own_lse_row = own_lse_ptr + (q_begin + token).to(tl.int64) * own_lse_t + head * own_lse_h
+            y, raw_lse = attend_raw(
+                raw_query, raw_key, raw_value, own_row, own_lse_row, row_mask, head, token, position,
+                context_len + token_tile, context_len, key_end, seq, causal, rswa_prefix_ptr, alibi_ptr, qq_bias_ptr,
+                mm_ranges_ptr, raw_key_r, raw_value_r, raw_score_scale, softcap, sliding_window, chunk_size, rswa_window,
+                qq_stride, raw_window, raw_sinks, raw_ring, CHUNK_LOOKBACK, SOFTCAP, ALIBI_SQRT, NUM_MM, MM_CLAMP,
+                D, DP, DV, DVP, BLOCK_M, RAW_TILE, PRECISION, INTERPRET,
+            )  # fmt: skip
+            store_partial(
+                y, raw_lse, partial_ptr, partial_lse_ptr, (q_begin + token).to(tl.int64) * (NUM_KV_HEADS * GROUP) + head,
+                row_mask, split, num_slots, DVP,
+            )  # fmt: skip
+            return
+    else:
+        num_slots = num_splits
     prefix, first, end = key_range(
         context_len + token_tile, context_len + last_token, key_end, causal, seq, rswa_prefix_ptr, rswa_window,
         mm_ranges_ptr, sliding_window, chunk_size, CHUNK_LOOKBACK, MM_CLAMP, TILE, SPLIT_TOKENS == 0,
     )  # fmt: skip
+    packed_end = key_end
+    if raw_key_ptr is not None:
+        # Tiles of sinks alone, and those within every row's window, hold nothing that is read as stored.
+        if raw_window > 0:
+            packed_end = tl.minimum(key_end, tl.maximum(context_len + last_token - raw_window + 1, 0))
+        if SPLIT_TOKENS == 0:
+            first = tl.maximum(first, raw_sinks // TILE)
+        end = tl.maximum(tl.minimum(end, tl.cdiv(packed_end, TILE)), first)
     if SPLIT_TOKENS > 0:
         lo = split * (SPLIT_TOKENS // TILE)
         hi = tl.minimum(lo + SPLIT_TOKENS // TILE, end)
@@ -305,6 +446,10 @@ def attention_kernel(
             v_codes = tl.load(
                 codes_v_ptr + (v_row[:, None] + column_v[None, :]), mask=(column_v < DV // 4)[None, :], other=0
             )
+        if K_CODE == UINT3:
+            k_codes = join_planes(k_codes, codes_k_ptr + k_row[None, :], column_k[:, None], D)
+        if V_CODE == UINT3:
+            v_codes = join_planes(v_codes, codes_v_ptr + v_row[:, None], column_v[None, :], DV)
         if PREFETCH:
             k_words = k_word
             v_words = v_word
@@ -348,12 +493,17 @@ def attention_kernel(
             )  # fmt: skip
             s += log_scale[None, :]
         if SHARED_LIMIT:
-            s = tl.where((k < key_end)[None, :], s, -INF)
+            inside = k < packed_end
+            if raw_key_ptr is not None:
+                inside = inside & (k >= raw_sinks)
+            s = tl.where(inside[None, :], s, -INF)
         else:
             mask = visible_keys(
                 position[:, None], k[None, :], seq, causal, rswa_prefix_ptr, rswa_window, mm_ranges_ptr, sliding_window,
                 chunk_size, CHUNK_LOOKBACK, NUM_MM, MM_CLAMP,
             )  # fmt: skip
+            if raw_key_ptr is not None:
+                mask = mask & packed_keys(position[:, None], k[None, :], raw_window, raw_sinks)
             s = tl.where(mask & (k < key_end)[None, :], s, -INF)
 
         m_new = tl.maximum(m, tl.max(s, 1) - HEADROOM)
@@ -394,10 +544,10 @@ def attention_kernel(
         if lse_ptr is not None:
             tl.store(lse_ptr + out_token * (NUM_KV_HEADS * GROUP) + head, log_sum * LN2, mask=row_mask)
     else:
-        index = ((out_token * (NUM_KV_HEADS * GROUP) + head) * num_splits) + split
-        column = tl.arange(0, DVP)
-        tl.store(partial_ptr + index[:, None] * DVP + column[None, :], y, mask=row_mask[:, None])
-        tl.store(partial_lse_ptr + index, log_sum, mask=row_mask)
+        store_partial(
+            y, log_sum, partial_ptr, partial_lse_ptr, out_token * (NUM_KV_HEADS * GROUP) + head, row_mask, split, num_slots,
+            DVP,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["partial_t", "partial_h", "partial_lse_t", "partial_lse_h", "num_rows", "num_splits"])
@@ -523,18 +673,19 @@ def _is_hopper(device: torch.device) -> bool:
 
 def choose_config(
     layout: KVCacheLayout, num_seqs: int, num_query_heads: int, max_query_len: int, max_seq_len: int, invariant: bool,
-    device: torch.device,
+    device: torch.device, skew: int = 1,
 ) -> Config:  # fmt: skip
     """Choose tiles and splits from what the host knows: nothing here reads a tensor.
 
-    Splits fill the device for any query length and batch. Batch-invariant calls fix every choice that rounding depends on.
+    Splits fill the device for any query length and batch, `skew` times over where lengths differ. Batch-invariant calls fix
+    every choice that rounding depends on.
     """
     group = num_query_heads // layout.num_kv_heads
     widest = max(rotation.padded(layout.head_size), rotation.padded(layout.head_size_v))
     # Always one row of tensor-core tiles: with 32 rows Triton 3.6 spills (3.4 times the instructions a value), with 64 it
     # takes warpgroup products and the result was wrong. Programs of one sequence share its pages through the L2 cache.
     block_m = 16
-    bits = max(layout.k_format.bits, layout.v_format.bits)
+    bits = max(layout.k_format.bits, layout.v_format.bits, 4)  # fewer are widened
     tile = 128 if 64 * bits < widest * bits <= 1024 else 64
     if (
         widest * bits == 512
@@ -550,7 +701,7 @@ def choose_config(
     if invariant:
         return Config(block_m, tile, num_warps, stages, cdiv(max_seq_len, INVARIANT_SPLIT), INVARIANT_SPLIT)
     programs = num_seqs * layout.num_kv_heads * cdiv(group * max_query_len, block_m)
-    wanted = SPLIT_WAVES * multiprocessors(device) // programs
+    wanted = skew * SPLIT_WAVES * multiprocessors(device) // programs
     num_splits = max(1, min(wanted, cdiv(max_seq_len, tile), MAX_SPLITS))
     return Config(block_m, tile, num_warps, stages, num_splits, 0)
 
@@ -569,9 +720,12 @@ def attend(
     max_seq_len: int,
     raw: RawPart | None = None,
     config: Config | None = None,
+    skew: int = 1,
+    own_before: int = 0,
 ) -> None:
     """Attend queries to packed pages; with `raw`, only to keys before the queries' own, and merge that part.
 
+    own_before: keys before the first query that `raw` covers too, where the queries are not the first of their chunk.
     Launches one kernel if one split holds all keys, else two. Split results live in one buffer of torch's allocator, which
     belongs to the graph where the call is captured; nothing waits for the device or depends on what tensors hold.
     """
@@ -582,35 +736,40 @@ def attend(
         query = query.contiguous()
     fixed, places, chosen = _prepare(
         layout, kv_cache.shape[1:], kv_cache.stride(), query.dtype, device, options.softmax_scale, num_seqs, num_query_heads,
-        max_query_len, max_seq_len, options.batch_invariant,
+        max_query_len, max_seq_len, options.batch_invariant, skew,
     )  # fmt: skip
     config = config or chosen
     num_splits = config.num_splits
-    final = num_splits == 1 and config.split_tokens == 0 and raw is None
+    raw_key, raw_value = options.raw_key, options.raw_value
+    windowed = raw_key is not None and raw_value is not None
+    num_slots = num_splits + windowed
+    final = num_slots == 1 and config.split_tokens == 0 and raw is None
     group = num_query_heads // layout.num_kv_heads
     num_q_tiles = cdiv(max_query_len * group, config.block_m)
     size_v = fixed.v[1]
     plain_mask = options.sliding_window == 0 and options.rswa_prefix_lens is None and options.chunk_lookback < 0
     plain_mask = plain_mask and options.mm_prefix_ranges is None
-    shared = plain_mask and (max_query_len == 1 or raw is not None or options.causal is False)
+    same_end = not windowed and (raw is not None or options.causal is False)
+    shared = plain_mask and (max_query_len == 1 or same_end)
     causal, ranges, qq_bias = options.causal, options.mm_prefix_ranges, options.qq_bias
     per_seq = isinstance(causal, torch.Tensor)
     target = out.view(torch.uint8) if options.output_scale is not None else out
     partial = partial_lse = None
     if not final:
-        values = num_tokens * num_query_heads * num_splits * size_v
-        partial = scratch(values + num_tokens * num_query_heads * num_splits, device)
+        values = num_tokens * num_query_heads * num_slots * size_v
+        partial = scratch(values + num_tokens * num_query_heads * num_slots, device)
         partial_lse = partial[values:]
     rotated = layout.k_format.rotation != "none"
     # A program that rotates its queries reads a matrix first (4 us); a launch costs less than two waves of that.
     many = num_seqs * num_q_tiles * layout.num_kv_heads * num_splits >= 4 * multiprocessors(device)
     matrix, query_gain = fixed.k_matrix, fixed.query_gain
+    raw_query = query
     if rotated and many and not options.batch_invariant:
         query = rotation.rotate(query, layout.k_format.rotation, dtype=torch.float32, gain=fixed.orthonormal_gain)
         rotated, matrix, query_gain = False, None, 1.0
     launch(
         attention_kernel,
-        (num_seqs * num_q_tiles, layout.num_kv_heads, num_splits),
+        (num_seqs * num_q_tiles, layout.num_kv_heads, num_slots),
         (
             query, kv_cache.view(fixed.k_dtype), kv_cache.view(fixed.v_dtype), kv_cache.view(torch.int32),
             block_table, seq_lens, query_start_loc, matrix, fixed.v_matrix if final else None, partial, partial_lse,
@@ -619,6 +778,8 @@ def attend(
             options.rswa_prefix_lens, options.alibi_slopes, options.sinks if final else None,
             None if qq_bias is None else qq_bias.contiguous(), None if ranges is None else ranges.contiguous(),
             options.output_scale if final else None,
+            raw_query if windowed else None, raw_key, raw_value,
+            raw.rows if windowed and raw is not None else None, raw.lse if windowed and raw is not None else None,
         ),
         (
             query.stride(0), query.stride(1), block_table.stride(0), out.stride(0), out.stride(1),
@@ -626,24 +787,50 @@ def attend(
             fixed.natural_scale if options.softcap > 0 else fixed.score_scale, query_gain, fixed.out_gain,
             options.softcap, options.sliding_window, options.chunk_size, options.rswa_window,
             0 if qq_bias is None else qq_bias.shape[1],
+            *_raw_scalars(raw_query, options, raw),
         ),
-        (num_q_tiles, num_splits),
+        (num_q_tiles, num_splits, own_before),
         (
             options.chunk_lookback, 2 if per_seq else int(bool(causal)), options.softcap > 0, options.alibi_sqrt,
             0 if ranges is None else ranges.shape[1], options.mm_prefix_clamp, raw is not None,
             config.split_tokens, final, shared, PREFETCH, SPLIT_Q, layout.num_kv_heads, group, layout.block_size,
             *fixed.k, rotated, *fixed.v, places.k_align, places.v_align,
-            config.block_m, config.tile, config.num_stages, fixed.asm, fixed.precision, rotation.interpreting(),
+            config.block_m, config.tile, _raw_tile(raw_key, max(fixed.k[1], fixed.v[1])), config.num_stages, fixed.asm,
+            fixed.precision, rotation.interpreting(),
         ),
         num_warps=config.num_warps,
         **({"maxnreg": config.max_registers} if config.max_registers and fixed.asm else {}),
     )  # fmt: skip
     if partial is not None and partial_lse is not None:
-        row = num_splits * size_v
-        strides = (num_query_heads * row, row, size_v, num_query_heads * num_splits, num_splits, 1)
+        row = num_slots * size_v
+        strides = (num_query_heads * row, row, size_v, num_query_heads * num_slots, num_slots, 1)
+        if windowed:
+            shape = (num_tokens, num_query_heads)
+            raw = RawPart(
+                partial.as_strided((*shape, size_v), (num_query_heads * row, row, 1), num_splits * size_v),
+                partial_lse.as_strided(shape, strides[3:5], values + num_splits),
+            )
         combine(
             partial, partial_lse, strides, num_splits, 1.0, raw, target, lse, layout, options.sinks, options.output_scale
         )
+
+
+def _raw_scalars(query: torch.Tensor, options: AttentionOptions, own: RawPart | None) -> tuple[float, ...]:
+    """Return the arguments of `attention_kernel` that say where raw rows lie and which they are."""
+    key, value = options.raw_key, options.raw_value
+    if key is None or value is None:
+        return (0,) * 16
+    return (
+        query.stride(0), query.stride(1), *key.stride()[:3], *value.stride()[:3],
+        *((0, 0, 0, 0) if own is None else (*own.rows.stride()[:2], *own.lse.stride())),
+        options.softmax_scale * (1.0 if options.softcap > 0 else LOG2E.value),
+        options.raw_window, options.raw_sinks, max(options.raw_ring, 1),
+    )  # fmt: skip
+
+
+def _raw_tile(raw_key: torch.Tensor | None, widest: int) -> int:
+    """Return the raw rows that are attended at once: keys and values of 32 KiB, which any shared memory holds."""
+    return 0 if raw_key is None else max(16, min(64, (32 << 10) // (2 * widest * raw_key.element_size())))
 
 
 def combine(
@@ -711,12 +898,12 @@ class _Fixed:
 def _prepare(
     layout: KVCacheLayout, page_shape: tuple[int, ...], cache_strides: tuple[int, ...], dtype: torch.dtype,
     device: torch.device, softmax_scale: float, num_seqs: int, num_query_heads: int, max_query_len: int, max_seq_len: int,
-    invariant: bool,
+    invariant: bool, skew: int,
 ) -> tuple[_Fixed, Geometry, Config]:  # fmt: skip
     """Return all that a call's metadata decide, by one look-up: hashing a layout takes 3 us."""
     with rotation.capture_safe(device):
         fixed = _fixed_arguments(layout, dtype, device, softmax_scale)
-    config = choose_config(layout, num_seqs, num_query_heads, max_query_len, max_seq_len, invariant, device)
+    config = choose_config(layout, num_seqs, num_query_heads, max_query_len, max_seq_len, invariant, device, skew)
     return fixed, geometry_of(layout, page_shape, cache_strides), config
 
 
@@ -727,12 +914,11 @@ def _fixed_arguments(layout: KVCacheLayout, dtype: torch.dtype, device: torch.de
     k_rotated, v_rotated = k_fmt.rotation != "none", v_fmt.rotation != "none"
     root = math.sqrt(rotation.inverse_gain(k_fmt.rotation, layout.head_size))
     score = softmax_scale * root / QUERY_GAIN.value
-    words = {2: torch.int16, 4: torch.int32}
     return _Fixed(
         rotation.matrix(k_fmt.rotation, layout.head_size, False, dtype, device) if k_rotated else None,
         rotation.matrix(v_fmt.rotation, layout.head_size_v, True, torch.bfloat16, device) if v_rotated else None,
-        words[read_word_bytes(k_fmt)],
-        words[read_word_bytes(v_fmt)],
+        read_dtype(k_fmt),
+        read_dtype(v_fmt),
         rotation.forward_gain(k_fmt.rotation, layout.head_size) * root * QUERY_GAIN.value,
         root * QUERY_GAIN.value,
         rotation.backward_gain(v_fmt.rotation, layout.head_size_v),

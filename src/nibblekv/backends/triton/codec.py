@@ -1,31 +1,34 @@
 """Bits of the quantized formats inside kernels: the only Triton code that knows them (docs/format.md is normative).
 
-Reading. A row is read in words of four values: 16-bit words of `uint4` rows, 32-bit words of 8-bit rows. Word w unpacks
+Reading. A row is read in words of four values: bytes of `uint2` rows and of the low plane of `uint3` rows (`join_planes`
+adds the high one), 16-bit words of `uint4` rows, 32-bit words of 8-bit rows. Word w unpacks
 into four streams, stream s holding dimension 4 w + s as float16. With `ASM` (NVIDIA) the bits of a code become a float16
 *subnormal* by masking alone, n * 2^-24 (n * 2^-20 in the odd streams of `uint4`), with no conversion instruction; tensor
 cores take subnormals exactly, and the factor is folded into scales and queries. Without it (AMD, interpreter) codes are
-converted. 8-bit floats become float16 by moving bits (value * 2^-8), so no native fp8 is needed.
+converted. 8-bit floats become float16 by moving bits (value * 2^-8), so no native fp8 is needed. Codes of less than 4 bits
+are widened to words of `uint4` first.
 
-Writing. `encode_rows` turns rotated float32 rows into integer codes and scale words, `pack_codes` into 32-bit words.
+Writing. `encode_rows` turns rotated float32 rows into integer codes and scale words, `store_codes` packs and stores them.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 
 from nibblekv.formats import EDGE as SCALE_EDGE
 from nibblekv.formats import SCALE_FLOOR, QuantFormat
 
-UINT4, INT8, FP8 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+UINT4, INT8, FP8, UINT3, UINT2 = (tl.constexpr(i) for i in range(5))
 SCALE_MIN, SCALE_ZERO, SCALE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 FLOOR = tl.constexpr(SCALE_FLOOR)
-EDGE = tl.constexpr(SCALE_EDGE)
 INF = tl.constexpr(float("inf"))
 
-_CODES = {"uint4": UINT4.value, "int8": INT8.value, "fp8": FP8.value}
+_CODES = {"uint4": UINT4.value, "int8": INT8.value, "fp8": FP8.value, "uint3": UINT3.value, "uint2": UINT2.value}
+_EDGES = tuple(SCALE_EDGE.get(name, 0.0) for name in _CODES)
 _WORDS = {"scale_min": SCALE_MIN.value, "scale_zero": SCALE_ZERO.value, "scale": SCALE.value}
 
 
@@ -35,14 +38,42 @@ def format_constants(fmt: QuantFormat) -> tuple[int, int]:
 
 
 def read_word_bytes(fmt: QuantFormat) -> int:
-    """Bytes of the words in which kernels read a row's codes: four values each."""
-    return fmt.bits // 2
+    """Bytes of the words in which kernels read a row's codes: four values each, in the low plane of `uint3`."""
+    return max(fmt.bits // 2, 1)
+
+
+def read_dtype(fmt: QuantFormat) -> torch.dtype:
+    """Return the dtype of those words."""
+    return {1: torch.uint8, 2: torch.int16, 4: torch.int32}[read_word_bytes(fmt)]
+
+
+def write_word_bytes(fmt: QuantFormat) -> int:
+    """Bytes of the words that `store_codes` stores."""
+    return 4 if fmt.bits >= 4 else 1
 
 
 @triton.constexpr_function
 def code_bits(code: Any) -> int:
     """Bits of one code."""
-    return 4 if code == 0 else 8
+    return (4, 8, 8, 3, 2)[code]
+
+
+@triton.constexpr_function
+def code_max(code: Any) -> float:
+    """Largest unsigned code."""
+    return 2.0 ** code_bits(code) - 1.0
+
+
+@triton.constexpr_function
+def edge(code: Any) -> float:
+    """The row's range divided by the margin between its ends and the outermost codes."""
+    return _EDGES[code]
+
+
+@triton.constexpr_function
+def is_nibble(code: Any) -> bool:
+    """Whether codes are unpacked as `uint4`."""
+    return code in (0, 3, 4)
 
 
 @triton.constexpr_function
@@ -54,7 +85,7 @@ def code_unit(code: Any, asm: Any) -> float:
 @triton.constexpr_function
 def odd_stream_gain(code: Any, asm: Any) -> float:
     """The further factor of the odd streams."""
-    return 0.0625 if asm and code == 0 else 1.0
+    return 0.0625 if asm and is_nibble(code) else 1.0
 
 
 @triton.constexpr_function
@@ -66,7 +97,9 @@ def code_offset(code: Any, asm: Any) -> float:
 @triton.jit
 def unpack_streams(x, CODE: tl.constexpr, ASM: tl.constexpr):
     """Unpack words of four codes into four float16 tensors of the same shape (see the module's text)."""
-    if CODE == UINT4:
+    if is_nibble(CODE):
+        if CODE != UINT4:
+            x = _widen(x, CODE)
         if ASM:
             return tl.inline_asm_elementwise(
                 """
@@ -164,6 +197,27 @@ def unpack_streams(x, CODE: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
+def join_planes(low, row_ptr, column, D: tl.constexpr):
+    """Put the high bits of `uint3` codes above the bytes of the low plane: `low` was loaded from row_ptr + column."""
+    high = tl.load(row_ptr + (D // 4 + column // 2), mask=column < D // 4, other=0)
+    return low.to(tl.int32) | (((high.to(tl.int32) >> (column % 2 * 4)) & 0xF) << 8)
+
+
+@triton.jit
+def _widen(x, CODE: tl.constexpr):
+    """Widen four codes, their two low bits side by side in bits 7..0 and `uint3`'s high ones in bits 11..8, to `uint4`."""
+    x = x.to(tl.int32)
+    low = x & 0xFF
+    low = (low | (low << 4)) & 0x0F0F
+    low = (low | (low << 2)) & 0x3333
+    if CODE == UINT3:
+        high = x >> 8
+        high = (high | (high << 6)) & 0x0303
+        low = low | (((high | (high << 3)) & 0x1111) << 2)
+    return low.to(tl.int16)
+
+
+@triton.jit
 def _float8_to_float16(x):
     """The low byte of int32 words as e4m3, times 2^-8: the exponent bias moves from 7 to 15 and subnormals stay right."""
     return (((x & 0x80) << 8) | ((x & 0x7F) << 7)).to(tl.int16).to(tl.float16, bitcast=True)
@@ -234,9 +288,9 @@ def encode_rows(y, columns, D: tl.constexpr, CODE: tl.constexpr, WORD: tl.conste
     lo = tl.min(tl.where(real, y, INF), 1)
     hi = tl.max(tl.where(real, y, -INF), 1)
     if WORD == SCALE_MIN:
-        margin = tl.math.div_rn(hi - lo, EDGE)
+        margin = tl.math.div_rn(hi - lo, edge(CODE))
         bias = _round_bfloat16_down(lo + margin)
-        scale = -_round_bfloat16_down(-tl.math.div_rn(hi - margin - bias, 15.0))
+        scale = -_round_bfloat16_down(-tl.math.div_rn(hi - margin - bias, code_max(CODE)))
         scale = tl.where(scale < FLOOR, 0.0, scale)
         inverse = tl.where(scale > 0, tl.math.div_rn(1.0, tl.where(scale > 0, scale, 1.0)), 0.0)
         codes = (y - bias[:, None]) * inverse[:, None]
@@ -258,8 +312,8 @@ def encode_rows(y, columns, D: tl.constexpr, CODE: tl.constexpr, WORD: tl.conste
         nan_word = 0x7FC00000
     broken = broken | ~((tl.abs(scale) < INF) & (tl.abs(hi - lo) < INF))
     codes = tl.where(broken[:, None], 0.0, codes)
-    if CODE == UINT4:
-        integers = tl.minimum(tl.maximum(tl.floor(codes + 0.5), 0.0), 15.0).to(tl.int32)
+    if is_nibble(CODE):
+        integers = tl.minimum(tl.maximum(tl.floor(codes + 0.5), 0.0), code_max(CODE)).to(tl.int32)
     elif CODE == INT8:
         rounded = tl.where(codes < 0, -tl.floor(0.5 - codes), tl.floor(codes + 0.5))
         integers = tl.minimum(tl.maximum(rounded, -128.0), 127.0).to(tl.int32) & 0xFF
@@ -292,8 +346,26 @@ def encode_float8(x):
 
 
 @triton.jit
-def pack_codes(codes, ROWS: tl.constexpr, DP: tl.constexpr, CODE: tl.constexpr):
-    """Pack codes [ROWS, DP] int32 into int32 words, [ROWS, DP * bits / 32], the first dimension lowest."""
-    PER_WORD: tl.constexpr = 32 // code_bits(CODE)
-    shift = tl.arange(0, PER_WORD) * code_bits(CODE)
-    return tl.sum(tl.reshape(codes, (ROWS, DP // PER_WORD, PER_WORD)) << shift[None, None, :], 2)
+def store_codes(
+    codes, cache_ptr, target, keep, D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr, CODE: tl.constexpr
+):  # fmt: skip
+    """Pack codes [ROWS, DP] int32 and store them where `keep`; target [ROWS] counts words of `write_word_bytes`."""
+    if code_bits(CODE) >= 4:
+        _store_plane(codes, cache_ptr + target, keep, D, DP, ROWS, code_bits(CODE), 32 // code_bits(CODE))
+    else:
+        target = cache_ptr.to(tl.pointer_type(tl.uint8)) + target
+        _store_plane(codes & 3, target, keep, D, DP, ROWS, 2, 4)
+        if CODE == UINT3:
+            _store_plane(codes >> 2, target + D // 4, keep, D, DP, ROWS, 1, 8)
+
+
+@triton.jit
+def _store_plane(
+    codes, target, keep, D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr, BITS: tl.constexpr, PER_WORD: tl.constexpr
+):  # fmt: skip
+    """Store PER_WORD codes of BITS bits to a word, the first dimension lowest."""
+    word = tl.arange(0, DP // PER_WORD)
+    shift = tl.arange(0, PER_WORD) * BITS
+    packed = tl.sum(tl.reshape(codes, (ROWS, DP // PER_WORD, PER_WORD)) << shift[None, None, :], 2)
+    mask = keep[:, None] & (word < D // PER_WORD)[None, :]
+    tl.store(target[:, None] + word[None, :], packed.to(target.dtype.element_ty), mask=mask)

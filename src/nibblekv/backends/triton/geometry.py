@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nibblekv.backends.triton.codec import read_word_bytes
+from nibblekv.backends.triton.codec import read_word_bytes, write_word_bytes
 from nibblekv.formats import SCALE_WORD_BYTES
 from nibblekv.layout import KVCacheLayout, KVCacheViews
 
@@ -17,9 +17,9 @@ class Geometry:
     """Offsets and strides (block, slot, head) of a cache from its first byte, each counted in the words of its user.
 
     Attributes:
-        k_codes, v_codes: in the words in which attention reads codes (2 bytes of `uint4`, else 4).
-        k_words, v_words: in 32-bit words; also where the write kernel puts codes, see `k_rows`, `v_rows`.
-        k_rows, v_rows: codes in 32-bit words.
+        k_codes, v_codes: in the words in which attention reads codes (`read_word_bytes`).
+        k_words, v_words: in 32-bit words.
+        k_rows, v_rows: codes in the words in which the write kernel stores them (`write_word_bytes`).
         k_align, v_align: the power of two, in read words, that divides every offset and stride of the codes.
     """
 
@@ -56,8 +56,8 @@ def geometry_of(layout: KVCacheLayout, page_shape: tuple[int, ...], strides: tup
         v_codes,
         count(views.k_scale_cache, SCALE_WORD_BYTES),
         count(views.v_scale_cache, SCALE_WORD_BYTES),
-        count(views.key_cache, SCALE_WORD_BYTES),
-        count(views.value_cache, SCALE_WORD_BYTES),
+        count(views.key_cache, write_word_bytes(layout.k_format)),
+        count(views.value_cache, write_word_bytes(layout.v_format)),
         _common_power(k_codes, 16 // k_unit),
         _common_power(v_codes, 16 // v_unit),
     )

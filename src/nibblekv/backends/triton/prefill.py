@@ -6,7 +6,8 @@ Three parts, merged by log-sum-exp:
     the prefix    the stored keys before them: short queries read packed pages (attention.py); long ones attend tiles that
                   `dequantize_kernel` writes once, as float16 in the rotated domain;
     the merge     `combine_kernel`, which also undoes the rotation of the prefix part.
-All that a call allocates beside split buffers stays within 64 MiB at a time, by groups of heads and slices of keys.
+A raw window and sinks before the chunk go in between: they are merged into the chunk's part, and the prefix leaves them out.
+All that a call allocates beside unmerged rows stays within 64 MiB at a time, by groups of heads and slices of keys.
 The inner loop over a long prefix never unpacks codes: 2,048 queries would unpack each key 64 times.
 """
 
@@ -41,11 +42,13 @@ from nibblekv.backends.triton.attention import (
     visible_keys,
 )
 from nibblekv.backends.triton.codec import (
+    UINT3,
     code_unit,
     format_constants,
+    join_planes,
     join_streams,
     odd_stream_gain,
-    read_word_bytes,
+    read_dtype,
     unpack_scale_words,
     unpack_streams,
 )
@@ -55,7 +58,7 @@ from nibblekv.layout import KVCacheLayout
 from nibblekv.options import AttentionOptions
 
 VLLM_FLASH = "vllm.vllm_flash_attn.flash_attn_interface"
-# Bytes of dequantized keys and values, rotated queries and unmerged rows that exist at once.
+# Bytes of dequantized keys and values and of rotated queries that exist at once; unmerged rows are a split buffer.
 WORKSPACE_BYTES = 64 << 20
 # From so many queries on a sequence's prefix is dequantized; fewer read packed pages.
 LONG_QUERY = 128
@@ -83,6 +86,8 @@ def dequantize_kernel(
     codes = tl.load(
         codes_ptr + (codes_row[:, None] + column[None, :]), mask=mask[:, None] & (column < D // 4)[None, :], other=0
     )
+    if CODE == UINT3:
+        codes = join_planes(codes, codes_ptr + codes_row[:, None], column[None, :], D)
     words = tl.load(words_ptr + w_offset + page * w_b + inner * w_s + (first_head + head) * w_h, mask=mask, other=0)
     scale, bias = unpack_scale_words(words, CODE, WORD, ASM)
     c0, c1, c2, c3 = unpack_streams(codes, CODE, ASM)
@@ -99,7 +104,8 @@ def dense_kernel(
     query_ptr, key_ptr, value_ptr, seq_lens_ptr, query_start_ptr, out_ptr, lse_ptr,
     causal_ptr, rswa_prefix_ptr, alibi_ptr, sinks_ptr, qq_bias_ptr, mm_ranges_ptr, output_scale_ptr,
     query_t, query_h, key_t, key_h, value_t, value_h, out_t, out_h, lse_t, lse_h,
-    score_scale, softcap, sliding_window, chunk_size, rswa_window, qq_stride, num_q_tiles, key_first, key_count, only_seq,
+    score_scale, softcap, sliding_window, chunk_size, rswa_window, qq_stride, raw_window, num_q_tiles, key_first, key_count,
+    only_seq,
     CHUNK_LOOKBACK: tl.constexpr, CAUSAL: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI_SQRT: tl.constexpr,
     NUM_MM: tl.constexpr, MM_CLAMP: tl.constexpr, OWN_KEYS: tl.constexpr, PRUNE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
@@ -108,7 +114,8 @@ def dense_kernel(
     """Attend one tile of rows of one KV head to dense keys; grid (sequences * q tiles, KV heads).
 
     OWN_KEYS: keys lie like queries, row query_start[b] + i is token i of the chunk. Else they are `key_count` tokens of
-    sequence `only_seq` from position `key_first` on. Stores out and the natural log-sum-exp.
+    sequence `only_seq` from position `key_first` on, without those that are nearer to a query than raw_window. Stores out
+    and the natural log-sum-exp.
     """
     if OWN_KEYS:
         seq = tl.program_id(0) // num_q_tiles
@@ -188,6 +195,8 @@ def dense_kernel(
             position[:, None], k[None, :], seq, causal, rswa_prefix_ptr, rswa_window, mm_ranges_ptr, sliding_window,
             chunk_size, CHUNK_LOOKBACK, NUM_MM, MM_CLAMP,
         )  # fmt: skip
+        if raw_window > 0:
+            mask = mask & (position[:, None] - k[None, :] >= raw_window)
         # A value row with NaN or Inf reaches the queries that see it through their scores, and no other.
         broken = tl.max(tl.where(tl.abs(values.to(tl.float32)) < INF, 0, 1), 1) > 0
         values = tl.where(broken[:, None], 0.0, values).to(values.dtype)
@@ -324,13 +333,72 @@ def attend(
                     out[tokens], own_lse, LONG_QUERY, max(lengths[first:last]), its,
                 )  # fmt: skip
         else:
+            if options.raw_key is not None and lengths[first] > tokens.stop - tokens.start:
+                _attend_window(
+                    query[tokens], kv_cache, block_table[first:last], seq_lens[first:last], its_starts, layout, its_options,
+                    its, lengths[first],
+                )  # fmt: skip
             most = queries_at_once(layout, query.shape[1] // layout.num_kv_heads)
             for begin in range(tokens.start, tokens.stop, most):
                 these = slice(begin, min(begin + most, tokens.stop))
+                its_lens = seq_lens[first:last]
+                if tokens.stop - tokens.start > most:
+                    its_lens = its_lens - (tokens.stop - these.stop)
+                    its_starts = (query_start_loc[first : last + 1] - starts[first]).clamp(max=these.stop - begin)
                 _attend_prefix(
-                    query[these], kv_cache, block_table[first], seq_lens[first:last] - (tokens.stop - these.stop),
-                    its_starts.clamp(max=these.stop - begin), layout, its_options, out[these],
+                    query[these], kv_cache, block_table[first], its_lens, its_starts, layout, its_options, out[these],
                     RawPart(raw.rows[these], raw.lse[these]), lengths[first] - (tokens.stop - tokens.start),
+                )  # fmt: skip
+        first = last
+
+
+def attend_stored(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    layout: KVCacheLayout,
+    options: AttentionOptions,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+) -> None:
+    """Attend queries to stored keys alone, their own included, for calls with `host_lengths` that have long queries.
+
+    The packed kernel would unpack each key once for every few queries; here those of a long one are dequantized once.
+    """
+    assert options.host_lengths is not None
+    starts, lengths = options.host_lengths
+    if query.stride(2) != 1:
+        query = query.contiguous()
+    rows = out if out.dtype == query.dtype else torch.empty(out.shape, dtype=query.dtype, device=out.device)
+    whole = torch.empty(query.shape[:2], dtype=torch.float32, device=out.device) if lse is None else lse
+    group = query.shape[1] // layout.num_kv_heads
+    key_bytes = 2 * (layout.head_size + layout.head_size_v)
+    most = min(queries_at_once(layout, group), WORKSPACE_BYTES // 2 // key_bytes)
+    first = 0
+    while first < len(lengths):
+        last = first + 1
+        if starts[last] - starts[first] < LONG_QUERY:
+            while last < len(lengths) and starts[last + 1] - starts[last] < LONG_QUERY:
+                last += 1
+        tokens = slice(starts[first], starts[last])
+        its_options, its_starts = _options_of(options, first, last), query_start_loc[first : last + 1] - starts[first]
+        if tokens.stop - tokens.start < LONG_QUERY or last - first > 1:
+            if tokens.start < tokens.stop:
+                attention.attend(
+                    query[tokens], kv_cache, block_table[first:last], seq_lens[first:last], its_starts, layout, its_options,
+                    out[tokens], None if lse is None else lse[tokens], LONG_QUERY, max(lengths[first:last]),
+                )  # fmt: skip
+        else:
+            whole[tokens] = -math.inf
+            for begin in range(tokens.start, tokens.stop, most):
+                these = slice(begin, min(begin + most, tokens.stop))
+                after = tokens.stop - these.stop
+                _attend_prefix(
+                    query[these], kv_cache, block_table[first], seq_lens[first:last] - after,
+                    its_starts.clamp(max=these.stop - begin), layout, its_options, out[these],
+                    RawPart(rows[these], whole[these]), lengths[first] - after - (these.stop - begin), these.stop - begin,
                 )  # fmt: skip
         first = last
 
@@ -347,6 +415,33 @@ class Dense:
     first: int | None = None
 
 
+def _attend_window(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    layout: KVCacheLayout,
+    options: AttentionOptions,
+    raw: RawPart,
+    max_seq_len: int,
+) -> None:
+    """Merge one sequence's raw window and sinks before its queries into `raw`, in place, some queries at a time."""
+    num_queries, num_heads = query.shape[:2]
+    bare = replace(options, sinks=None, output_scale=None)
+    config = attention.choose_config(layout, 1, num_heads, num_queries, max_seq_len, False, query.device)
+    config = replace(config, num_splits=0)
+    most = max(1, WORKSPACE_BYTES // (4 * num_heads * (rotation.padded(layout.head_size_v) + 1)))
+    for begin in range(0, num_queries, most):
+        these = slice(begin, min(begin + most, num_queries))
+        its = RawPart(raw.rows[these], raw.lse[these])
+        attention.attend(
+            query[these], kv_cache, block_table, seq_lens - (num_queries - these.stop),
+            query_start_loc.clamp(max=these.stop - begin), layout, bare, its.rows, its.lse, these.stop - begin, max_seq_len,
+            its, config, own_before=begin,
+        )  # fmt: skip
+
+
 def _attend_prefix(
     query: torch.Tensor,
     kv_cache: torch.Tensor,
@@ -358,15 +453,17 @@ def _attend_prefix(
     out: torch.Tensor,
     raw: RawPart,
     context_len: int,
+    own: int = 0,
 ) -> None:
     """Attend one sequence's queries to its stored prefix, by groups of heads and chunks of context, and merge with `raw`.
 
-    Intermediate merges go to raw's own tensors, the last one to out; raw.lse ends as the whole log-sum-exp.
+    With `own`, their number, they attend their own stored keys too. Intermediate merges go to raw's own tensors, the last
+    one to out; raw.lse ends as the whole log-sum-exp.
     """
     num_queries = query.shape[0]
     group = query.shape[1] // layout.num_kv_heads
-    first_key = _first_visible(options, context_len)
-    heads, chunk = workspace_chunks(layout, context_len - first_key, num_queries * group)
+    first_key = max(_first_visible(options, context_len), options.raw_sinks)
+    heads, chunk = workspace_chunks(layout, max(context_len - first_key, own), num_queries * group, own)
     device = query.device
     key_space = torch.empty(chunk * heads * layout.head_size, dtype=torch.float16, device=device)
     value_space = torch.empty(chunk * heads * layout.head_size_v, dtype=torch.float16, device=device)
@@ -380,8 +477,13 @@ def _attend_prefix(
         output_scale=None,
     )
     target = out.view(torch.uint8) if options.output_scale is not None else out
-    starts = list(range(first_key, context_len, chunk))
-    if not starts and options.sinks is None and options.output_scale is None and out is raw.rows:
+    # Of the keys before `border` no query reads a raw form.
+    border = max(first_key, context_len - options.raw_window + 1) if options.raw_window else context_len
+    pieces = [(start, min(chunk, border - start), 0) for start in range(first_key, border, chunk)]
+    pieces += [(start, min(chunk, context_len - start), options.raw_window) for start in range(border, context_len, chunk)]
+    if own:
+        pieces.append((context_len, own, 0))
+    if not pieces and options.sinks is None and options.output_scale is None and out.data_ptr() == raw.rows.data_ptr():
         return
     library = _flash_library(layout, device)
     for head in range(0, layout.num_kv_heads, heads):
@@ -392,46 +494,54 @@ def _attend_prefix(
         q = rotation.rotate(
             query[:, q_heads], layout.k_format.rotation, dtype=torch.float16, gain=k_root * attention.QUERY_GAIN.value
         )
-        for start in starts:
-            count = min(chunk, context_len - start)
+        for piece in pieces:
+            start, count, its_window = piece
             keys = key_space[: count * heads * layout.head_size].view(count, heads, layout.head_size)
             values = value_space[: count * heads * layout.head_size_v].view(count, heads, layout.head_size_v)
             _dequantize(kv_cache, table, layout, False, start, head, keys, k_gain)
             _dequantize(kv_cache, table, layout, True, start, head, values, v_gain)
-            if _is_plain(its) and library is not None:
+            causal = start >= context_len
+            plain = _is_plain(its) and not its_window
+            if plain and library is not None:
                 rows, lse = _attend_by_flash(
                     library, q, keys, values, _bounds(num_queries, device), _bounds(count, device), num_queries, count,
-                    its.softmax_scale, False,
+                    its.softmax_scale, causal,
                 )  # fmt: skip
-            elif _is_plain(its) and _torch_takes(q, keys, values, False):
-                rows, lse = _attend_by_torch(q, keys, values, False, its.softmax_scale)
+            elif plain and _torch_takes(q, keys, values, causal):
+                rows, lse = _attend_by_torch(q, keys, values, causal, its.softmax_scale)
             else:
                 rows = torch.empty(num_queries, heads * group, layout.head_size_v, dtype=torch.float16, device=device)
                 lse = torch.empty(num_queries, heads * group, dtype=torch.float32, device=device)
                 dense = Dense(keys, values, heads, group, start)
-                _attend_dense(q, dense, seq_lens, query_start_loc, its, rows, lse, num_queries)
-            last = start == starts[-1]
+                its_options = replace(its, raw_window=its_window)
+                _attend_dense(q, dense, seq_lens, query_start_loc, its_options, rows, lse, num_queries)
+            last = piece is pieces[-1]
             _merge(rows, lse, 1, part_raw, part_out if last else part_raw.rows, layout, sinks if last else None,
                    options.output_scale if last else None, 1.0 / v_gain)  # fmt: skip
-        if not starts:
+            del rows, lse  # before the next ones are allocated
+        if not pieces:
             _merge(raw.rows, raw.lse, 0, part_raw, part_out, layout, sinks, options.output_scale, 1.0)
 
 
 def queries_at_once(layout: KVCacheLayout, group: int) -> int:
     """Return how many queries of a sequence attend its prefix at once: those of one KV head take half of the workspace."""
-    return max(LONG_QUERY, WORKSPACE_BYTES // 2 // (2 * group * (layout.head_size + layout.head_size_v)))
+    return max(LONG_QUERY, WORKSPACE_BYTES // 2 // (2 * group * layout.head_size))
 
 
-def workspace_chunks(layout: KVCacheLayout, num_keys: int, num_rows: int) -> tuple[int, int]:
-    """Return (KV heads, keys) that are dequantized at once: as many heads as WORKSPACE_BYTES holds with num_rows rotated
-    queries and rows of each, then as many keys."""
-    most = WORKSPACE_BYTES // (2 * (layout.head_size + layout.head_size_v))
+def workspace_chunks(layout: KVCacheLayout, num_keys: int, num_rows: int, at_least: int = 0) -> tuple[int, int]:
+    """Return (KV heads, keys) that are dequantized at once: of as many heads as half of WORKSPACE_BYTES holds num_rows
+    rotated queries, as many keys as the rest holds, of few enough heads that `at_least` so many fit.
+
+    Heads go first: a dense kernel takes 256 rows a multiprocessor, and with two KV heads of four 2,048 queries filled half.
+    """
+    row_bytes, key_bytes = 2 * layout.head_size * num_rows, 2 * (layout.head_size + layout.head_size_v)
     heads = max(
         h
         for h in range(1, layout.num_kv_heads + 1)
-        if layout.num_kv_heads % h == 0 and (h == 1 or h * (num_keys + num_rows) <= most)
+        if layout.num_kv_heads % h == 0
+        and (h == 1 or h * (row_bytes + max(row_bytes, at_least * key_bytes)) <= WORKSPACE_BYTES)
     )
-    return heads, min(max(num_keys, 1), max(most // heads - num_rows, 1))
+    return heads, min(max(num_keys, 1), max((WORKSPACE_BYTES // heads - row_bytes) // key_bytes, 1))
 
 
 def _merge(
@@ -456,13 +566,12 @@ def _dequantize(
     """Write gain times the stored rows (rotated domain) of one sequence into dense [tokens, heads, head size] float16."""
     places = geometry(layout, kv_cache)
     fmt = layout.v_format if of_value else layout.k_format
-    words = {2: torch.int16, 4: torch.int32}[read_word_bytes(fmt)]
     num_tokens, num_heads, size = dense.shape
     tile = 64
     launch(
         dequantize_kernel,
         (cdiv(num_tokens, tile), num_heads),
-        (kv_cache.view(words), kv_cache.view(torch.int32), table, dense),
+        (kv_cache.view(read_dtype(fmt)), kv_cache.view(torch.int32), table, dense),
         (*(places.v_codes if of_value else places.k_codes), *(places.v_words if of_value else places.k_words), gain),
         (first_token, num_tokens, first_head),
         (
@@ -508,7 +617,7 @@ def _attend_dense(
             *((0, 0) if lse is None else lse.stride()),
             options.softmax_scale * (1.0 if options.softcap > 0 else LOG2E.value), options.softcap,
             options.sliding_window, options.chunk_size, options.rswa_window, 0 if qq_bias is None else qq_bias.shape[1],
-            num_q_tiles, dense.first or 0, dense.key.shape[0], 0,
+            0 if own else options.raw_window, num_q_tiles, dense.first or 0, dense.key.shape[0], 0,
             options.chunk_lookback, 2 if isinstance(causal, torch.Tensor) else int(causal), options.softcap > 0,
             options.alibi_sqrt, 0 if ranges is None else ranges.shape[1], options.mm_prefix_clamp, own, prune,
             dense.num_kv_heads, dense.group,
@@ -654,11 +763,14 @@ def _is_captured(device: torch.device) -> bool:
 def _options_of(options: AttentionOptions, first: int, last: int) -> AttentionOptions:
     """Return the options of sequences first to last - 1."""
     causal, prefix_lens, ranges = options.causal, options.rswa_prefix_lens, options.mm_prefix_ranges
+    raw_key, raw_value = options.raw_key, options.raw_value
     return replace(
         options,
         causal=causal[first:last] if isinstance(causal, torch.Tensor) else causal,
         rswa_prefix_lens=None if prefix_lens is None else prefix_lens[first:last],
         mm_prefix_ranges=None if ranges is None else ranges[first:last],
+        raw_key=None if raw_key is None else raw_key[first:last],
+        raw_value=None if raw_value is None else raw_value[first:last],
     )
 
 

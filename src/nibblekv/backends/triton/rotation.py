@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from nibblekv.backends.triton import _is_hopper
 from nibblekv.backends.triton.launch import capture_safe, cdiv, launch, next_power_of_2, persist, scratch
 from nibblekv.rotation import RotationKind, inverse_gain, rotation_factors, rotation_matrix
 
@@ -162,6 +163,15 @@ def rotate(
     num_rows = num_tokens * num_heads
     if num_rows == 0:
         return out
+    if _is_hopper(x.device) and (x.dim() == 2 or all(t.stride(0) == num_heads * t.stride(1) for t in (x, out))):
+        from nibblekv.backends.triton import hopper
+
+        flat, flat_out = rows.flatten(0, 1), target.flatten(0, 1)
+        if hopper.rotate_supports(flat, flat_out, kind):
+            hopper.rotate(
+                flat, flat_out, kind, inverse, gain * (backward_gain if inverse else forward_gain)(kind, head_size)
+            )
+            return out
     size = padded(head_size)
     block = (64 if size <= 256 else 32) if num_rows >= 8192 else 16
     with capture_safe(x.device):

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from nibblekv.backends.triton import rotation
-from nibblekv.backends.triton.codec import code_bits, encode_rows, format_constants, pack_codes
+from nibblekv.backends.triton.codec import encode_rows, format_constants, store_codes
 from nibblekv.backends.triton.geometry import geometry
 from nibblekv.backends.triton.launch import cdiv, launch
 from nibblekv.backends.triton.rotation import multiply, rotate_rows
@@ -55,9 +55,7 @@ def _write_rows(
     D: tl.constexpr, DP: tl.constexpr, CODE: tl.constexpr, WORD: tl.constexpr, ROTATED: tl.constexpr,
     ROWS: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    PER_WORD: tl.constexpr = 32 // code_bits(CODE)
     column = tl.arange(0, DP)
-    word = tl.arange(0, DP // PER_WORD)
     ONE_BLOCK: tl.constexpr = ROTATED and DP <= 128
     if ONE_BLOCK:
         matrix = tl.load(matrix_ptr + column[:, None] * DP + column[None, :])
@@ -75,9 +73,7 @@ def _write_rows(
     else:
         y = rotate_rows(x_row, keep, matrix_ptr, D, DP, ROWS, 64, ROTATED, PRECISION, INTERPRET) * gain
     codes, words = encode_rows(y, column, D, CODE, WORD)
-    packed = pack_codes(codes, ROWS, DP, CODE)
-    target = cache_ptr + c_offset + block * c_b + inner * c_s + head * c_h
-    tl.store(target[:, None] + word[None, :], packed, mask=keep[:, None] & (word < D // PER_WORD)[None, :])
+    store_codes(codes, cache_ptr, c_offset + block * c_b + inner * c_s + head * c_h, keep, D, DP, ROWS, CODE)
     tl.store(cache_ptr + w_offset + block * w_b + inner * w_s + head * w_h, words, mask=keep)
 
 

@@ -5,7 +5,7 @@
 namespace nibblekv {
 
 enum DataType : int64_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2, kFloat8 = 3 };
-enum CodeKind : int64_t { kUint4 = 0, kInt8 = 1, kFp8 = 2 };
+enum CodeKind : int64_t { kUint4 = 0, kInt8 = 1, kFp8 = 2 };  // kUint4: 4 bits or less
 enum WordKind : int64_t { kScaleMin = 0, kScaleZero = 1, kScale = 2 };
 
 // y = gain * (H_p kron B) (signs * x), or I kron H_p where not outer; x = inverse_gain * R^T y.
@@ -20,7 +20,7 @@ struct Rotation {
 struct Side {
   int64_t codes_offset, block_stride, slot_stride, head_stride;
   int64_t words_offset, word_block_stride, word_slot_stride, word_head_stride;
-  int64_t code, word, head_size, row_bytes;
+  int64_t code, bits, word, head_size, row_bytes, stored_bytes;  // row_bytes: with codes of less than 4 bits widened to 4
   const Rotation* rotation;
 };
 
@@ -77,7 +77,7 @@ struct AttentionArgs {
   double softmax_scale, softcap, output_scale;  // output_scale 0: none
 };
 
-static_assert(sizeof(Side) == 13 * 8 && sizeof(Geometry) == 28 * 8, "_library.py packs these fields");
+static_assert(sizeof(Side) == 15 * 8 && sizeof(Geometry) == 32 * 8, "_library.py packs these fields");
 static_assert(sizeof(WriteArgs) == 14 * 8 && sizeof(AttentionArgs) == 65 * 8, "__init__.py packs these fields");
 
 inline int64_t load_index(const uint8_t* base, int64_t stride, int64_t is_64, int64_t i) {

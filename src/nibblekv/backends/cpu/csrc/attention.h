@@ -161,7 +161,7 @@ NKV_INLINE v16 load_words(const Side& side, const uint8_t* p, float* scale, floa
   } else {
     s = (v16)word;
   }
-  if (side.code == kUint4) b = fma16(s, splat(kCenter), b);
+  if (side.code == kUint4) b = fma16(s, splat(static_cast<float>(1 << (side.bits - 1))), b);
   const v16 zero = (s - s) + (b - b);
   const i16 good = zero == zero;
   store16(scale, (v16)((i16)s & good));
@@ -209,7 +209,9 @@ static void make_operand(Context& c, int64_t r) {
 }
 
 static void spread_keys(const Side& k, const uint8_t* rows, uint8_t* dst) {
-  const int64_t stride = k.slot_stride, bytes = k.row_bytes;
+  alignas(64) uint8_t wide[kWideBytes];
+  int64_t stride = k.slot_stride, bytes = k.row_bytes;
+  rows = widen_rows(k, rows, &stride, wide);
   if (k.code != kUint4)
     transpose_keys<true, false>(rows, stride, bytes, dst);
   else if (bytes % 32)
@@ -219,7 +221,9 @@ static void spread_keys(const Side& k, const uint8_t* rows, uint8_t* dst) {
 }
 
 static void spread_values(const Side& v, const uint8_t* rows, int64_t group, uint8_t* dst) {
-  const int64_t stride = v.slot_stride, bytes = v.row_bytes;
+  alignas(64) uint8_t wide[kWideBytes];
+  int64_t stride = v.slot_stride, bytes = v.row_bytes;
+  rows = widen_rows(v, rows, &stride, wide);
   if (v.code != kUint4)
     interleave_values<true, false>(rows, stride, bytes, group, dst);
   else if (bytes % 32)
@@ -558,7 +562,7 @@ static void attend_pages(Context& c, int64_t first, int64_t n, const Pages& page
   if (c.k_int) {  // while keys are read, ask for the next keys
     const uint8_t** end = lines;
     *end++ = pages.k[0];
-    for (int64_t i = 0; i < next_groups; ++i) end = list_lines(next.k[i], k.slot_stride, k.row_bytes, end);
+    for (int64_t i = 0; i < next_groups; ++i) end = list_lines(next.k[i], k.slot_stride, k.stored_bytes, end);
     fill_lines(end, lines + (groups + 1) / 2 * 2 * (k.row_bytes / 4));
     Prefetches ahead{lines};
     score_pages_int(c, pages, groups, next, next_groups, ahead);
@@ -566,7 +570,7 @@ static void attend_pages(Context& c, int64_t first, int64_t n, const Pages& page
   if (c.v_int) {  // and while values are read, for the next values
     const uint8_t** end = lines;
     *end++ = pages.v[0];
-    for (int64_t i = 0; i < next_groups; ++i) end = list_lines(next.v[i], v.slot_stride, v.row_bytes, end);
+    for (int64_t i = 0; i < next_groups; ++i) end = list_lines(next.v[i], v.slot_stride, v.stored_bytes, end);
     fill_lines(end, lines + groups * (16 * full_chunks(v.row_bytes) + 8 * half_chunk(v.row_bytes)));
     Prefetches ahead{lines};
     weigh_pages_int(c, pages, first, n, bits, seen, ahead);

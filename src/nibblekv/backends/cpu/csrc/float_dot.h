@@ -23,8 +23,59 @@ NKV_INLINE void transpose16(V* x) {
   }
 }
 
+// Eight 2-bit fields, or 1-bit ones, of each entry to eight nibbles.
+template <typename U>
+NKV_INLINE U spread_pairs(U x) {
+  x = (x | x << 8) & 0x00FF00FFu;
+  x = (x | x << 4) & 0x0F0F0F0Fu;
+  return (x | x << 2) & 0x33333333u;
+}
+
+template <typename U>
+NKV_INLINE U spread_bits(U x) {
+  x = (x | x << 12) & 0x000F000Fu;
+  x = (x | x << 6) & 0x03030303u;
+  return (x | x << 3) & 0x11111111u;
+}
+
+// Codes of 2 or 3 bits -> 4-bit codes with the same centre, of one row.
+static void widen_row(const Side& side, const uint8_t* row, uint8_t* wide) {
+  typedef uint32_t u8x __attribute__((vector_size(32)));
+  typedef uint32_t u8u __attribute__((vector_size(32), aligned(1), may_alias));
+  typedef uint16_t h8u __attribute__((vector_size(16), aligned(1), may_alias));
+  typedef uint8_t b8u __attribute__((vector_size(8), aligned(1), may_alias));
+  const bool three = side.bits == 3;
+  const int64_t n = side.head_size / 8;
+  const uint8_t* high = row + 2 * n;
+  const uint32_t offset = three ? 0x44444444u : 0x66666666u;
+  int64_t i = 0;
+  for (; i + 8 <= n; i += 8) {
+    u8x x = spread_pairs(__builtin_convertvector(*reinterpret_cast<const h8u*>(row + 2 * i), u8x));
+    if (three) x |= spread_bits(__builtin_convertvector(*reinterpret_cast<const b8u*>(high + i), u8x)) << 2;
+    *reinterpret_cast<u8u*>(wide + 4 * i) = x + offset;
+  }
+  for (; i < n; ++i) {
+    uint32_t x = spread_pairs<uint32_t>(row[2 * i] | row[2 * i + 1] << 8);
+    if (three) x |= spread_bits<uint32_t>(high[i]) << 2;
+    x += offset;
+    memcpy(wide + 4 * i, &x, 4);
+  }
+}
+
+constexpr int64_t kWideBytes = 16 * kMaxHeadSize / 2;
+
+// 16 rows of codes, as they lie or, of less than 4 bits, widened into `wide`; changes the stride.
+NKV_INLINE const uint8_t* widen_rows(const Side& side, const uint8_t* rows, int64_t* stride, uint8_t* wide) {
+  if (side.bits >= 4) return rows;
+  for (int64_t i = 0; i < 16; ++i) widen_row(side, rows + i * *stride, wide + i * side.row_bytes);
+  *stride = side.row_bytes;
+  return wide;
+}
+
 // 16 rows of codes -> keys[dimension][token], less the code's centre.
 static void decode_keys(const Side& side, const uint8_t* rows, int64_t stride, const float* table, float* keys) {
+  alignas(64) uint8_t wide[kWideBytes];
+  rows = widen_rows(side, rows, &stride, wide);
   for (int64_t j = 0; j < side.row_bytes; j += 16) {
     const int64_t n = side.row_bytes - j < 16 ? side.row_bytes - j : 16;
     b16 x[16];
@@ -59,6 +110,11 @@ static void decode_keys(const Side& side, const uint8_t* rows, int64_t stride, c
 static bool decode_value(const Side& side, const uint8_t* row, const float* table, float* value) {
   bool numbers = true;
   if (side.code == kUint4) {
+    alignas(64) uint8_t wide[kMaxHeadSize / 2];
+    if (side.bits < 4) {
+      widen_row(side, row, wide);
+      row = wide;
+    }
     for (int64_t j = 0; j < side.row_bytes; ++j) {
       value[2 * j] = static_cast<float>(row[j] & 15) - kCenter;
       value[2 * j + 1] = static_cast<float>(row[j] >> 4) - kCenter;

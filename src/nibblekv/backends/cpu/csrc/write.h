@@ -4,7 +4,8 @@
 namespace nibblekv {
 namespace NKV_ISA {
 
-constexpr float kScaleFloor = 0x1p-100f, kEdge = 62.0f;
+constexpr float kScaleFloor = 0x1p-100f;
+constexpr float kEdge[] = {0, 0, 8.0f, 16.0f, 62.0f};  // by bits
 
 NKV_INLINE float round_bfloat16(float x, bool up) {
   const uint32_t u = bits_of(x);
@@ -32,13 +33,14 @@ static void encode_row(const Side& side, const float* y, uint8_t* codes, uint32_
     zeros += check[i];
   }
   alignas(64) int32_t c[kMaxHeadSize];
+  const int32_t most = (1 << side.bits) - 1;  // of unsigned codes
   float scale;
   uint32_t bits, nan_word = 0x7FC00000u;
   if (side.word == kScaleMin) {
     nan_word = 0x7FC07FC0u;
-    const float margin = (hi - lo) / kEdge;
+    const float margin = (hi - lo) / kEdge[side.bits];
     const float bias = round_bfloat16(lo + margin, false);
-    scale = round_bfloat16((hi - margin - bias) / 15.0f, true);
+    scale = round_bfloat16((hi - margin - bias) / static_cast<float>(most), true);
     if (scale < kScaleFloor) scale = 0;
     const float inverse = scale > 0 ? 1.0f / scale : 0.0f;
     for (int64_t i = 0; i < n; i += 8) {
@@ -65,14 +67,28 @@ static void encode_row(const Side& side, const float* y, uint8_t* codes, uint32_
     bits = bits_of(scale);
   }
   if (zeros != 0 || zeros != zeros || !finite(scale) || !finite(hi - lo)) {
-    memset(codes, 0, side.row_bytes);
+    memset(codes, 0, side.stored_bytes);
     *word = nan_word;
     return;
   }
   *word = bits;
   if (side.code == kUint4) {
-    for (int64_t i = 0; i < n; ++i) c[i] = c[i] < 0 ? 0 : c[i] > 15 ? 15 : c[i];
-    for (int64_t j = 0; j < n / 2; ++j) codes[j] = static_cast<uint8_t>(c[2 * j] | (c[2 * j + 1] << 4));
+    for (int64_t i = 0; i < n; ++i) c[i] = c[i] < 0 ? 0 : c[i] > most ? most : c[i];
+    if (side.bits == 4) {
+      for (int64_t j = 0; j < n / 2; ++j) codes[j] = static_cast<uint8_t>(c[2 * j] | (c[2 * j + 1] << 4));
+      return;
+    }
+    for (int64_t j = 0; j < n / 4; ++j) {
+      uint32_t byte = 0;
+      for (int k = 0; k < 4; ++k) byte |= (c[4 * j + k] & 3u) << (2 * k);
+      codes[j] = static_cast<uint8_t>(byte);
+    }
+    if (side.bits == 3)
+      for (int64_t j = 0; j < n / 8; ++j) {
+        uint32_t byte = 0;
+        for (int k = 0; k < 8; ++k) byte |= (static_cast<uint32_t>(c[8 * j + k]) >> 2) << k;
+        codes[n / 4 + j] = static_cast<uint8_t>(byte);
+      }
     return;
   }
   const float inverse = 1.0f / scale;

@@ -20,6 +20,9 @@ rows only start at multiples of 8 (keys) and 4 bytes (values), so they are read 
 
 Weights are scaled by a running power of two above every value scale so far: fp16 then holds them for values of any size.
 
+Keys of a raw window and sinks are splits of their own, behind the packed ones in the grid: products of the same form, 16
+tokens a step straight from memory. Their rows are rotated at the end, so that the merge takes them for any other split's.
+
 DRAM, not the cores, bounds the loop; the rest of a call is its start, blocks that end unevenly, and the merge. Handing tiles
 to whichever split is ready first evens the ends out and costs more: heads of one page then read it at different times.
 """
@@ -33,6 +36,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from nibblekv.backends.triton.codec import FP8, INT8, SCALE_MIN, SCALE_ZERO, UINT4
 from nibblekv.backends.triton.hopper import ptx
 
 # Below every score, and finite: a row that has seen nothing yet rescales by exp2(0), not by exp2(inf - inf).
@@ -50,89 +54,135 @@ def _ring_rows(warps, stages, stage_bytes):
 
 
 @gluon.constexpr_function
-def _code_row(row, rows, head_size, rows_mixed):
-    """Byte of a token's key codes in its tile; pages of `rows` tokens follow one another."""
+def _code_row(row, rows, kb, vb, rows_mixed):
+    """Byte of a token's key codes in its tile; pages of `rows` tokens of kb + vb bytes of codes follow one another."""
     if rows_mixed:
-        return row * (head_size + 8)
-    return row // rows * rows * (head_size + 8) + row % rows * (head_size // 2)
+        return row * (kb + vb + 8)
+    return row // rows * rows * (kb + vb + 8) + row % rows * kb
 
 
 @gluon.constexpr_function
-def _value_row(row, rows, head_size, rows_mixed):
+def _value_row(row, rows, kb, vb, rows_mixed):
     """Byte of a token's value codes in its tile."""
-    return _code_row(row, rows, head_size, rows_mixed) + (head_size // 2 + 4 if rows_mixed else rows * (head_size // 2))
+    if rows_mixed:
+        return row * (kb + vb + 8) + kb + 4
+    return row // rows * rows * (kb + vb + 8) + rows * kb + row % rows * vb
 
 
 @gluon.constexpr_function
-def _word(row, value, rows, head_size, rows_mixed):
+def _word(row, value, rows, kb, vb, rows_mixed):
     """Byte of the scale word of a token's key, or value (1), in its tile."""
     if rows_mixed:
-        return row * (head_size + 8) + head_size // 2 + value * (head_size // 2 + 4)
-    return row // rows * rows * (head_size + 8) + rows * head_size + row % rows * 4 + value * 4 * rows
+        return row * (kb + vb + 8) + kb + value * (vb + 4)
+    return row // rows * rows * (kb + vb + 8) + rows * (kb + vb) + row % rows * 4 + value * 4 * rows
 
 
 @gluon.constexpr_function
-def _second_row(head_size, rows_mixed):
+def _spread(kb, vb, rows_mixed):
+    """How eight fragment rows choose their tokens, such that the rows that a load reads lie in different banks.
+
+    Interleaved rows are read 8 bytes at a time, sixteen lanes at once: four tokens, of each four runs of kb / 4 bytes.
+    """
+    if not rows_mixed:
+        return "planar"
+    pitch = (kb + vb + 8) // 4 % 32
+    if pitch == 18 and kb == 32:
+        return "fours"
+    return "pairs" if pitch == 2 and kb == 64 else "rows"
+
+
+@gluon.constexpr_function
+def _second_row(spread):
     """The token of fragment row 8: rows 0 to 7 and 8 to 15 of a fragment are two sets of tokens, this far apart."""
-    return head_size // 32 if rows_mixed and head_size < 256 else 8
+    return {"fours": 2, "pairs": 4}.get(spread, 8)
 
 
 @gluon.jit
-def _token(g, D: gl.constexpr, MIXED: gl.constexpr):
-    """Return the token of fragment row g, such that the eight rows that a load reads lie in different banks.
-
-    Planar rows of 32, 64 or 128 bytes: no conflicts at the keys, two-way at the values. Interleaved rows are 18, 34 or 66
-    words long, and read 8 bytes at a time, sixteen lanes at once: no conflicts at the keys either.
-    """
-    if not MIXED:
+def _token(g, SPREAD: gl.constexpr):
+    """Return the token of fragment row g."""
+    if SPREAD == "planar":
         return g ^ ((g >> 1) & 1)
-    elif D == 64:
+    elif SPREAD == "fours":
         return ((g & 3) << 2) | (g >> 2)
-    elif D == 128:
+    elif SPREAD == "pairs":
         return (g & 1) | ((g & 2) << 2) | ((g & 4) >> 1)
     else:
         return g
 
 
 @gluon.jit
-def _key_words(address, ROW: gl.constexpr, ROWS: gl.constexpr, D: gl.constexpr, MIXED: gl.constexpr):
-    if MIXED:  # rows are at multiples of 8 bytes
-        words = ptx.load_shared(address, _code_row(ROW, ROWS, D, True), 2)
-        for i in gl.static_range(1, D // 64):
-            words = words + ptx.load_shared(address, _code_row(ROW, ROWS, D, True) + 8 * i, 2)
-        return words
-    elif D == 256:
-        first = ptx.load_shared(address, _code_row(ROW, ROWS, D, False), 4)
-        return first + ptx.load_shared(address, _code_row(ROW, ROWS, D, False) + 16, 4)
-    else:
-        return ptx.load_shared(address, _code_row(ROW, ROWS, D, False), D // 32)
+def _shared_words(address, OFFSET: gl.constexpr, COUNT: gl.constexpr, WIDTH: gl.constexpr):
+    """Load COUNT words, WIDTH at a time."""
+    words = ptx.load_shared(address, OFFSET, WIDTH)
+    for i in gl.static_range(1, COUNT // WIDTH):
+        words = words + ptx.load_shared(address, OFFSET + 4 * WIDTH * i, WIDTH)
+    return words
 
 
 @gluon.jit
-def _value_words(address, ROW: gl.constexpr, ROWS: gl.constexpr, D: gl.constexpr, MIXED: gl.constexpr):
-    if MIXED:  # at multiples of 4 bytes
-        words = ptx.load_shared(address, _value_row(ROW, ROWS, D, True), 1)
-        for i in gl.static_range(1, D // 64):
-            words = words + ptx.load_shared(address, _value_row(ROW, ROWS, D, True) + 4 * i, 1)
-        return words
-    else:
-        return ptx.load_shared(address, _value_row(ROW, ROWS, D, False), D // 64)
+def _key_words(address, ROW: gl.constexpr, ROWS: gl.constexpr, KB: gl.constexpr, VB: gl.constexpr, MIXED: gl.constexpr):
+    """Load this lane's quarter of a row of key codes. Interleaved rows lie at multiples of 8 bytes."""
+    return _shared_words(address, _code_row(ROW, ROWS, KB, VB, MIXED), KB // 16, 2 if MIXED else min(4, KB // 16))
 
 
 @gluon.jit
-def _scale_word(address, ROW: gl.constexpr, VALUE: gl.constexpr, ROWS: gl.constexpr, D: gl.constexpr, MIXED: gl.constexpr):
-    return ptx.load_shared(address, _word(ROW, VALUE, ROWS, D, MIXED), 1)[0]
+def _value_words(address, ROW: gl.constexpr, ROWS: gl.constexpr, KB: gl.constexpr, VB: gl.constexpr, MIXED: gl.constexpr):
+    """Load this lane's eighth of a row of value codes. In interleaved rows they lie at multiples of 4 bytes."""
+    return _shared_words(address, _value_row(ROW, ROWS, KB, VB, MIXED), VB // 32, 1 if MIXED else min(4, VB // 32))
 
 
 @gluon.jit
-def _scale_and_bias(word, ZERO: gl.constexpr):
-    """Return the float32 (scale, bias) of a scale word: two bfloat16, or (ZERO) a float32 and a zero point."""
-    if ZERO:
+def _scale_word(
+    address, ROW: gl.constexpr, VALUE: gl.constexpr, ROWS: gl.constexpr, KB: gl.constexpr, VB: gl.constexpr,
+    MIXED: gl.constexpr,
+):  # fmt: skip
+    return ptx.load_shared(address, _word(ROW, VALUE, ROWS, KB, VB, MIXED), 1)[0]
+
+
+@gluon.jit
+def _scale_and_bias(word, CODE: gl.constexpr, WORD: gl.constexpr):
+    """Return the float32 (scale, bias) of a scale word, for codes as they are unpacked."""
+    if WORD == SCALE_MIN:
+        return _as_float(word & -65536), _as_float(word << 16)
+    elif WORD == SCALE_ZERO:
         scale = _as_float(word & -16)
         # The bits of 2^23 + zero point.
         return scale, scale * (8388608.0 - _as_float((word & 15) | 0x4B000000))
+    elif CODE == INT8:  # unpacked as code + 128
+        return _as_float(word), _as_float(word) * -128.0
     else:
-        return _as_float(word & -65536), _as_float(word << 16)
+        return _as_float(word), _as_float(word) * 0.0
+
+
+@gluon.constexpr_function
+def _unit(code):
+    """What an unpacked code must be multiplied with."""
+    return 256.0 if code == 2 else 16777216.0
+
+
+@gluon.constexpr_function
+def _middle(code):
+    """The mean of unpacked codes."""
+    return {0: 7.5, 1: 128.0, 2: 0.0}[code]
+
+
+@gluon.jit
+def _unpack_keys(word, CODE: gl.constexpr):
+    """Return the pairs of a word's codes in the order of `_rotate_query`'s fragments."""
+    if CODE == UINT4:
+        return ptx.unpack_nibbles(word)
+    else:
+        return ptx.unpack_bytes(word, CODE == FP8)
+
+
+@gluon.jit
+def _unpack_values(even, odd, CODE: gl.constexpr):
+    """Return pairs (code of one token, of the next), dimension after dimension of a word."""
+    if CODE == UINT4:
+        low, high = ptx.pair_halves(even, odd)
+        return ptx.unpack_nibbles(low) + ptx.unpack_nibbles(high)
+    else:
+        return ptx.pair_bytes(even, odd, CODE == FP8)
 
 
 @gluon.constexpr_function
@@ -163,12 +213,12 @@ def _as_bits(x):
 @gluon.jit
 def _start_tile(
     table, stage, barrier, kv, tile, seq_len, block_stride, lane,
-    T: gl.constexpr, BLOCK: gl.constexpr, D: gl.constexpr, MIXED: gl.constexpr,
+    T: gl.constexpr, BLOCK: gl.constexpr, KB: gl.constexpr, VB: gl.constexpr, MIXED: gl.constexpr,
 ):  # fmt: skip
     """Announce a tile's bytes to a barrier and start its copies. table: this lane's page of the tile."""
     ROWS: gl.constexpr = min(BLOCK, T)
     PAGES: gl.constexpr = T // ROWS
-    CHUNK: gl.constexpr = ROWS * (D + 8)
+    CHUNK: gl.constexpr = ROWS * (KB + VB + 8)
     if BLOCK <= T:
         pages = gl.minimum(gl.cdiv(seq_len, BLOCK) - tile * PAGES, PAGES)
         ptx.barrier_expect(barrier, lane * 0 + pages * CHUNK, (lane == 0).to(gl.int32))
@@ -180,7 +230,7 @@ def _start_tile(
             (lane < pages).to(gl.int32),
         )
     elif MIXED:
-        source = lane * 0 + (tile * T) % BLOCK * (D + 8)
+        source = lane * 0 + (tile * T) % BLOCK * (KB + VB + 8)
         ptx.barrier_expect(barrier, lane * 0 + CHUNK, (lane == 0).to(gl.int32))
         ptx.bulk_copy(
             stage + lane * 0, kv + table.to(gl.int64) * block_stride + source, lane * 0 + CHUNK, barrier,
@@ -189,10 +239,10 @@ def _start_tile(
     else:
         row = (tile * T) % BLOCK
         ptx.barrier_expect(barrier, lane * 0 + CHUNK, (lane == 0).to(gl.int32))
-        code = lane < 2
-        size = gl.where(code, T * D // 2, T * 4)
-        source = gl.where(code, lane * (BLOCK * D // 2) + row * (D // 2), BLOCK * D + (lane - 2) * (BLOCK * 4) + row * 4)
-        target = gl.where(code, lane * (T * D // 2), T * D + (lane - 2) * (T * 4))
+        size = gl.where(lane == 0, T * KB, gl.where(lane == 1, T * VB, T * 4))
+        source = gl.where(lane == 0, row * KB, BLOCK * KB + row * VB)
+        source = gl.where(lane < 2, source, BLOCK * (KB + VB) + (lane - 2) * (BLOCK * 4) + row * 4)
+        target = gl.where(lane < 2, lane * (T * KB), T * (KB + VB) + (lane - 2) * (T * 4))
         ptx.bulk_copy(
             stage + target, kv + table.to(gl.int64) * block_stride + source, size, barrier, (lane < 4).to(gl.int32)
         )
@@ -209,8 +259,14 @@ def _tile_pages(block_table, tile, seq_len, lane, T: gl.constexpr, BLOCK: gl.con
 
 
 @gluon.jit
-def _rotate_query(words, lane, valid, factor, SIGNS: gl.constexpr, D: gl.constexpr, HALF: gl.constexpr, PAIR: gl.constexpr):
-    """Return (B fragments, scale of the score, sum of the query) of this lane's column."""
+def _rotate_query(
+    words, lane, valid, factor, SIGNS: gl.constexpr, D: gl.constexpr, HALF: gl.constexpr, PAIR: gl.constexpr,
+    CODE: gl.constexpr,
+):  # fmt: skip
+    """Return (B fragments, scale of the score, sum of the query) of this lane's column.
+
+    SIGNS: of the rotation, 0 for none (every real rotation has some).
+    """
     N: gl.constexpr = D // 4
     x = ()
     for i in gl.static_range(N // 2):
@@ -218,7 +274,7 @@ def _rotate_query(words, lane, valid, factor, SIGNS: gl.constexpr, D: gl.constex
         bits = _sign_bits(first, SIGNS, D) >> (first & 31)
         pair = ptx.unpack2(words[i] ^ (((bits & 2) << 30) | ((bits & 1) << 15)), HALF)
         x = x + (gl.where(valid, pair[0], 0.0), gl.where(valid, pair[1], 0.0))
-    for bit in gl.static_range(6):
+    for bit in gl.static_range(6 if SIGNS else 0):
         if (1 << bit) < N:
             y = ()
             for i in gl.static_range(N):
@@ -227,7 +283,7 @@ def _rotate_query(words, lane, valid, factor, SIGNS: gl.constexpr, D: gl.constex
                 else:
                     y = y + (x[i - (1 << bit)] - x[i],)
             x = y
-    for bit in gl.static_range(2):
+    for bit in gl.static_range(2 if SIGNS else 0):
         negative = (lane & (1 << bit)) != 0
         y = ()
         for i in gl.static_range(N):
@@ -252,30 +308,246 @@ def _rotate_query(words, lane, valid, factor, SIGNS: gl.constexpr, D: gl.constex
         else:
             total += high
             v = high
-        if i % 2 == 1:
+        if CODE == UINT4 and i % 2 == 1:
             v = v * 0.0625
         y = y + (v,)
     total += ptx.shuffle_xor(total, 1)
     total += ptx.shuffle_xor(total, 2)
     fragments = ()
-    for i in gl.static_range(N // 8):
-        for n in gl.static_range(4):
-            fragments = fragments + (ptx.pack_half2(y[8 * i + n], y[8 * i + n + 4]),)
-    return fragments, unscale * 16777216.0, total * unscale
+    if CODE == UINT4:
+        for i in gl.static_range(N // 8):
+            for n in gl.static_range(4):
+                fragments = fragments + (ptx.pack_half2(y[8 * i + n], y[8 * i + n + 4]),)
+    else:
+        for i in gl.static_range(N // 2):
+            fragments = fragments + (ptx.pack_half2(y[2 * i], y[2 * i + 1]),)
+    return fragments, unscale * _unit(CODE), total * unscale
 
 
-@gluon.jit(do_not_specialize=["num_kv_heads", "num_splits", "window"])
+@gluon.jit
+def _load_words(address, COUNT: gl.constexpr):
+    words = ()
+    for i in gl.static_range(COUNT // 4):
+        words = words + ptx.load_global4(address, 16 * i)
+    return words
+
+
+@gluon.jit
+def _raw_positions(j, count, sinks_end, window_first, raw_sinks, raw_ring, ring_first):
+    """Return (position, row in the store) of the j-th raw key of a sequence, of the last one where there are fewer."""
+    j = gl.minimum(j, count - 1)
+    beyond = j - sinks_end
+    row = ring_first + beyond
+    row = gl.where(row >= raw_ring, row - raw_ring, row) + raw_sinks
+    return gl.where(beyond < 0, j, window_first + beyond), gl.where(beyond < 0, j, row)
+
+
+@gluon.jit
+def _rotate_row(x, g, gain, SIGNS: gl.constexpr, D: gl.constexpr):
+    """Rotate a row of which each lane group g holds the g-th eighth (SIGNS 0: do not); return it times gain."""
+    N: gl.constexpr = D // 8
+    bits = _sign_bits(g * N, SIGNS, D) >> (g * N & 31)
+    y = ()
+    for i in gl.static_range(N):
+        y = y + (gl.where((bits >> i & 1) != 0, -x[i], x[i]) * gain,)
+    for bit in gl.static_range(5 if SIGNS else 0):
+        if (1 << bit) < N:
+            z = ()
+            for i in gl.static_range(N):
+                if i & (1 << bit) == 0:
+                    z = z + (y[i] + y[i + (1 << bit)],)
+                else:
+                    z = z + (y[i - (1 << bit)] - y[i],)
+            y = z
+    for bit in gl.static_range(3 if SIGNS else 0):
+        negative = (g & (1 << bit)) != 0
+        z = ()
+        for i in gl.static_range(N):
+            z = z + (ptx.shuffle_xor(y[i], 4 << bit) + gl.where(negative, -y[i], y[i]),)
+        y = z
+    return y
+
+
+@gluon.jit
+def _attend_raw(
+    query_words, raw_key, raw_value, row_stride, partial, partial_lse, lane, first_index, query_len, seq_len, factor, gain,
+    window, raw_window, raw_sinks, raw_ring, part, num_parts, row_step, num_slots, slot,
+    GROUP: gl.constexpr, QUERY_LEN: gl.constexpr, D: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
+    HALF: gl.constexpr, SIGNS: gl.constexpr,
+):  # fmt: skip
+    """Attend a warp's queries to its part of the raw keys; store rows and log-sum-exp as a split's.
+
+    raw_key, raw_value: addresses of row 0 of this sequence and head. first_index, row_step: index of the first query's
+    first head among all rows, and from one query to the next. gain: turns Hadamard sums of a row into stored ones.
+    """
+    COLUMNS: gl.constexpr = GROUP * QUERY_LEN
+    PAIR: gl.constexpr = COLUMNS <= 4
+    NT: gl.constexpr = 1 if PAIR else (COLUMNS + 7) // 8
+    NC: gl.constexpr = 1 if PAIR else 2 * NT
+    N: gl.constexpr = D // 8
+    g, t = lane >> 2, lane & 3
+    first_position = seq_len - query_len
+    sinks_end = gl.minimum(raw_sinks, seq_len)
+    window_first = gl.where(raw_window > 0, gl.maximum(first_position - raw_window + 1, raw_sinks), seq_len)
+    count = sinks_end + gl.maximum(seq_len - window_first, 0)
+    ring_first = (window_first - raw_sinks) % gl.maximum(raw_ring, 1)
+    steps = gl.cdiv(gl.cdiv(count, 16), num_parts)
+    end = gl.minimum((part + 1) * steps * 16, count)
+
+    zero = lane.to(gl.float32) * 0.0
+    accumulator = (zero,) * (N * NC)
+    top = (zero + _LOW,) * NC
+    total = (zero,) * NC
+    for j in range(part * steps * 16, end, 16):
+        positions = ()
+        addresses = ()
+        for r in gl.static_range(2):
+            at, row = _raw_positions(j + 8 * r + g, count, sinks_end, window_first, raw_sinks, raw_ring, ring_first)
+            positions = positions + (at,)
+            addresses = addresses + (raw_key + (row * row_stride + t * (D // 4)).to(gl.int64) * 2,)
+        upper, lower = _load_words(addresses[0], N), _load_words(addresses[1], N)
+        values = ()
+        for r in gl.static_range(4):
+            at, row = _raw_positions(
+                j + 8 * (r // 2) + 2 * t + r % 2, count, sinks_end, window_first, raw_sinks, raw_ring, ring_first
+            )
+            values = values + (_load_words(raw_value + (row * row_stride + g * N).to(gl.int64) * 2, N // 2),)
+
+        c = ((zero, zero, zero, zero),) * NT
+        for s in gl.static_range(D // 16):
+            d = ()
+            for nt in gl.static_range(NT):
+                d = d + (
+                    ptx.mma(
+                        (upper[2 * s], lower[2 * s], upper[2 * s + 1], lower[2 * s + 1]),
+                        query_words[nt * N + 2 * s],
+                        query_words[nt * N + 2 * s + 1],
+                        c[nt],
+                        HALF,
+                    ),
+                )
+            c = d
+
+        # A value row with NaN or infinity makes the scores of the queries that see it NaN, and is zeros to the others.
+        broken = lane * 0
+        for r in gl.static_range(4):
+            check = lane * 0
+            for w in gl.static_range(N // 2):
+                check = ptx.add_nothing2(values[r][w], check, HALF)
+            broken = broken | gl.where(check != 0, 1 << (8 * (r // 2) + 2 * t + r % 2), 0)
+        broken = ptx.warp_or_bits(broken)
+        whole = ()
+        for r in gl.static_range(4):
+            keep = (broken >> (8 * (r // 2) + 2 * t + r % 2) & 1) - 1
+            row_words = ()
+            for w in gl.static_range(N // 2):
+                row_words = row_words + (values[r][w] & keep,)
+            whole = whole + (row_words,)
+
+        score = ()
+        for r in gl.static_range(2):
+            position = positions[r]
+            for n in gl.static_range(NC):
+                if PAIR:
+                    column = t
+                    value = c[0][2 * r]
+                else:
+                    column = n // 2 * 8 + 2 * t + n % 2
+                    value = c[n // 2][2 * r + n % 2]
+                at = first_position + column // GROUP
+                visible = (j + 8 * r + g < count) & ((position < raw_sinks) | (at - position < raw_window))
+                if CAUSAL:
+                    visible = visible & (position <= at)
+                if WINDOW:
+                    visible = visible & (at - position < window)
+                value = gl.where((broken >> (8 * r + g) & 1) != 0, float("nan"), value * factor)
+                score = score + (gl.where(visible, value, float("-inf")),)
+
+        new_top = ()
+        decay = ()
+        for n in gl.static_range(NC):
+            best = gl.maximum(score[n], score[NC + n])
+            best = gl.maximum(best, ptx.shuffle_xor(best, 4))
+            best = gl.maximum(best, ptx.shuffle_xor(best, 8))
+            best = gl.maximum(best, ptx.shuffle_xor(best, 16))
+            best = gl.maximum(best, top[n])
+            new_top = new_top + (best,)
+            decay = decay + (gl.exp2(top[n] - best),)
+        top = new_top
+        # Weights are two 16-bit numbers: 8 bits of bfloat16 would show.
+        new_total = ()
+        weight = ()
+        for r in gl.static_range(2):
+            for n in gl.static_range(NC):
+                weight = weight + (gl.exp2(score[r * NC + n] - (top[n] - _HEADROOM)),)
+        for n in gl.static_range(NC):
+            new_total = new_total + (total[n] * decay[n] + weight[n] + weight[NC + n],)
+        total = new_total
+        high = ()
+        low = ()
+        for r in gl.static_range(2):
+            for nt in gl.static_range(NT):
+                first = weight[r * NC + nt] if PAIR else weight[r * NC + 2 * nt]
+                second = zero if PAIR else weight[r * NC + 2 * nt + 1]
+                packed = ptx.pack2(first, second, HALF)
+                rounded = ptx.unpack2(packed, HALF)
+                if PAIR:
+                    high = high + (ptx.transpose8(ptx.pack2(first, first - rounded[0], HALF)),)
+                else:
+                    high = high + (ptx.transpose8(packed),)
+                    low = low + (ptx.transpose8(ptx.pack2(first - rounded[0], second - rounded[1], HALF)),)
+        updated = ()
+        for w in gl.static_range(N // 2):
+            upper, lower = ptx.pair_halves(whole[0][w], whole[1][w]), ptx.pair_halves(whole[2][w], whole[3][w])
+            a = (upper[0], upper[1], lower[0], lower[1])
+            for nt in gl.static_range(NT):
+                x = ptx.mma(a, high[nt], high[NT + nt], (zero, zero, zero, zero), HALF)
+                if PAIR:
+                    updated = updated + (
+                        accumulator[2 * w] * decay[0] + (x[0] + x[1]),
+                        accumulator[2 * w + 1] * decay[0] + (x[2] + x[3]),
+                    )
+                else:
+                    x = ptx.mma(a, low[nt], low[NT + nt], x, HALF)
+                    for i in gl.static_range(4):
+                        updated = updated + (accumulator[4 * (w * NT + nt) + i] * decay[2 * nt + i % 2] + x[i],)
+        accumulator = updated
+
+    for n in gl.static_range(NC):
+        s = total[n]
+        s += ptx.shuffle_xor(s, 4)
+        s += ptx.shuffle_xor(s, 8)
+        s += ptx.shuffle_xor(s, 16)
+        x = ()
+        for i in gl.static_range(N):
+            if PAIR:
+                x = x + (accumulator[i],)
+            else:
+                x = x + (accumulator[4 * (i // 2 * NT + n // 2) + i % 2 * 2 + n % 2],)
+        y = _rotate_row(x, g, gl.where(s == 0.0, 0.0, gain / s), SIGNS, D)
+        column = t if PAIR else n // 2 * 8 + 2 * t + n % 2
+        valid = (column < COLUMNS) & (column // GROUP < query_len)
+        index = ((first_index + column // GROUP * row_step + column % GROUP) * num_slots + slot).to(gl.int64)
+        address = partial.to(gl.int64) + (index * D + g * N) * 4
+        for i in gl.static_range(N // 4):
+            ptx.store_global4(address, y[4 * i], y[4 * i + 1], y[4 * i + 2], y[4 * i + 3], valid.to(gl.int32), 16 * i)
+        gl.store(partial_lse + index, top[n] - _HEADROOM + gl.log2(s), mask=valid & (g == 0))
+
+
+@gluon.jit(do_not_specialize=["num_kv_heads", "num_splits", "num_raw", "window", "raw_window", "raw_sinks", "raw_ring"])
 def decode_kernel(
-    query, kv_cache, block_table, seq_lens, query_start_loc, partial, partial_lse,
-    query_token_stride, query_head_stride, block_stride, head_stride, table_stride, factor, window,
-    num_kv_heads, num_splits, GROUP: gl.constexpr, QUERY_LEN: gl.constexpr,
+    query, kv_cache, block_table, seq_lens, query_start_loc, partial, partial_lse, raw_key, raw_value,
+    query_token_stride, query_head_stride, block_stride, head_stride, table_stride,
+    raw_seq_stride, raw_row_stride, raw_head_stride, factor, raw_factor, raw_gain, window, raw_window, raw_sinks, raw_ring,
+    num_kv_heads, num_splits, num_raw, GROUP: gl.constexpr, QUERY_LEN: gl.constexpr,
     D: gl.constexpr, BLOCK: gl.constexpr, T: gl.constexpr, STAGES: gl.constexpr,
-    MIXED: gl.constexpr, ZERO: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, HALF: gl.constexpr,
-    SIGNS: gl.constexpr, PDL: gl.constexpr,
+    MIXED: gl.constexpr, K_CODE: gl.constexpr, K_WORD: gl.constexpr, V_CODE: gl.constexpr, V_WORD: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, RAW: gl.constexpr, HALF: gl.constexpr, SIGNS: gl.constexpr,
+    V_SIGNS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Attend one split of a sequence for one KV head a warp; store normalised rows and their log2-sum-exp.
 
-    MIXED: pages are interleaved, else planar; ZERO: see `_scale_and_bias`.
+    MIXED: pages are interleaved, else planar. Codes and words as codec.py names them; SIGNS, V_SIGNS: of the rotations.
     """
     WARPS: gl.constexpr = gl.num_warps()
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
@@ -284,11 +556,18 @@ def decode_kernel(
     NT: gl.constexpr = 1 if PAIR else (COLUMNS + 7) // 8
     NC: gl.constexpr = 1 if PAIR else 2 * NT
     ROWS: gl.constexpr = min(BLOCK, T)
-    STAGE: gl.constexpr = T * (D + 8)
+    KB: gl.constexpr = D // 2 if K_CODE == UINT4 else D
+    VB: gl.constexpr = D // 2 if V_CODE == UINT4 else D
+    STAGE: gl.constexpr = T * (KB + VB + 8)
     NG: gl.constexpr = T // 16
     MT: gl.constexpr = D // 16
-    VW: gl.constexpr = D // 64
-    KW: gl.constexpr = D // 32
+    # Words of a lane's quarter of a key row and eighth of a value row, and their products.
+    KW: gl.constexpr = KB // 16
+    K_STEPS: gl.constexpr = MT // KW
+    VW: gl.constexpr = VB // 32
+    V_STEPS: gl.constexpr = MT // VW
+    K_BIASED: gl.constexpr = K_CODE != FP8
+    V_BIASED: gl.constexpr = V_CODE != FP8
 
     thread = gl.arange(0, 32 * WARPS, LANES)
     lane, warp = thread & 31, thread >> 5
@@ -298,6 +577,14 @@ def decode_kernel(
     head = pid % groups * WARPS + warp
     split = pid // groups % num_splits
     seq = pid // (groups * num_splits)
+    num_slots = num_splits
+    is_raw = pid < 0
+    if RAW:
+        num_slots = num_splits + num_raw
+        behind = pid - gl.num_programs(0) // num_slots * num_splits
+        is_raw = behind >= 0
+        split = gl.where(is_raw, num_splits + behind // groups % num_raw, split)
+        seq = gl.where(is_raw, behind // (groups * num_raw), seq)
     memory = gl.allocate_shared_memory(
         gl.int32, [_ring_rows(WARPS, STAGES, STAGE), 32 * WARPS], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
@@ -332,16 +619,36 @@ def decode_kernel(
         for i in gl.static_range(D // 32):
             query_words = query_words + ptx.load_global4(address, 16 * i)
 
+    if RAW:
+        if is_raw:
+            offset = seq.to(gl.int64) * raw_seq_stride + head * raw_head_stride
+            _attend_raw(
+                query_words, raw_key.to(gl.int64) + offset * 2, raw_value.to(gl.int64) + offset * 2, raw_row_stride,
+                partial, partial_lse, lane, query_start * (num_kv_heads * GROUP) + head * GROUP, query_len, seq_len,
+                raw_factor, raw_gain, window, raw_window, raw_sinks, raw_ring, split - num_splits, num_raw,
+                num_kv_heads * GROUP, num_slots, split, GROUP, QUERY_LEN, D, CAUSAL, WINDOW, HALF, V_SIGNS,
+            )  # fmt: skip
+            return
+
     first_position = seq_len - query_len
     first_visible = gl.maximum(first_position - window + 1, 0) if WINDOW else 0
+    full_begin = gl.cdiv(gl.maximum(seq_len - window, 0), T) if WINDOW else 0
+    if RAW:
+        # What no query of the sequence reads as stored: the newest tokens, which the last query reads raw, and sinks.
+        seq_len = gl.maximum(seq_len - raw_window, 0)
+        first_visible = gl.maximum(first_visible, raw_sinks)
     tiles_begin = first_visible // T
     tiles = gl.cdiv(seq_len, T) - tiles_begin
+    if RAW:
+        tiles = gl.maximum(tiles, 0)
     begin = tiles_begin + split * tiles // num_splits
     end = tiles_begin + (split + 1) * tiles // num_splits
     count = gl.maximum(end - begin, 0)
     # Tiles in [full_begin, full_end) are visible to every query of the sequence.
     full_end = (first_position + 1) // T if CAUSAL else seq_len // T
-    full_begin = gl.cdiv(gl.maximum(seq_len - window, 0), T) if WINDOW else 0
+    if RAW:
+        full_end = gl.where(raw_window > 0, gl.maximum(first_position + 1 - raw_window, 0) // T, full_end)
+        full_begin = gl.maximum(full_begin, gl.cdiv(raw_sinks, T))
 
     table = block_table + seq.to(gl.int64) * table_stride
     kv = kv_cache.to(gl.int64) + head.to(gl.int64) * head_stride + lane.to(gl.int64) * 0
@@ -351,7 +658,19 @@ def decode_kernel(
     for s in gl.static_range(STAGES):
         if s < count:
             _start_tile(
-                pages[s], base + s * STAGE, barriers + 8 * s, kv, begin + s, seq_len, block_stride, lane, T, BLOCK, D, MIXED
+                pages[s],
+                base + s * STAGE,
+                barriers + 8 * s,
+                kv,
+                begin + s,
+                seq_len,
+                block_stride,
+                lane,
+                T,
+                BLOCK,
+                KB,
+                VB,
+                MIXED,
             )
     next_pages = _tile_pages(table, begin + STAGES, seq_len, lane, T, BLOCK)
 
@@ -362,7 +681,9 @@ def decode_kernel(
         column = g >> 1 if PAIR else 8 * nt + g
         row = column // GROUP
         valid = (row < query_len) & (column < COLUMNS)
-        q = _rotate_query(query_words[nt * (D // 8) : (nt + 1) * (D // 8)], lane, valid, factor, SIGNS, D, HALF, PAIR)
+        q = _rotate_query(
+            query_words[nt * (D // 8) : (nt + 1) * (D // 8)], lane, valid, factor, SIGNS, D, HALF, PAIR, K_CODE
+        )
         fragments = fragments + q[0]
         score_scale = score_scale + (ptx.broadcast_lane(q[1], 8 * t),)
         query_sum = query_sum + (ptx.broadcast_lane(q[2], 8 * t),)
@@ -378,14 +699,16 @@ def decode_kernel(
     # The largest value scale so far, as the bits of a power of two.
     reference = gl.full([32 * WARPS], 27 << 23, gl.int32, LANES)
 
-    SECOND: gl.constexpr = _second_row(D, MIXED)
-    PITCH: gl.constexpr = D + 8 if MIXED else D // 2
-    token = _token(g, D, MIXED)
-    even, odd = _token(2 * t, D, MIXED), _token(2 * t + 1, D, MIXED)
-    k_lane = token * PITCH + t * (D // 8)
-    v_even = even * PITCH + g * (D // 16)
-    v_odd = odd * PITCH + g * (D // 16)
-    w_lane = token * (PITCH if MIXED else 4)
+    SPREAD: gl.constexpr = _spread(KB, VB, MIXED)
+    SECOND: gl.constexpr = _second_row(SPREAD)
+    K_PITCH: gl.constexpr = KB + VB + 8 if MIXED else KB
+    V_PITCH: gl.constexpr = KB + VB + 8 if MIXED else VB
+    token = _token(g, SPREAD)
+    even, odd = _token(2 * t, SPREAD), _token(2 * t + 1, SPREAD)
+    k_lane = token * K_PITCH + t * (KB // 4)
+    v_even = even * V_PITCH + g * (VB // 8)
+    v_odd = odd * V_PITCH + g * (VB // 8)
+    w_lane = token * (K_PITCH if MIXED else 4)
 
     stage = 0
     phase = 0
@@ -400,32 +723,31 @@ def decode_kernel(
         v_scale = ()
         v_bias = ()
         for i in gl.static_range(NG):
-            upper = _key_words(k_here, 16 * i, ROWS, D, MIXED)
-            lower = _key_words(k_here, 16 * i + SECOND, ROWS, D, MIXED)
-            words = (
-                _scale_word(w_here, 16 * i, 0, ROWS, D, MIXED), _scale_word(w_here, 16 * i + SECOND, 0, ROWS, D, MIXED),
-            )  # fmt: skip
-            v_words = (
-                _scale_word(w_here, 16 * i, 1, ROWS, D, MIXED), _scale_word(w_here, 16 * i + SECOND, 1, ROWS, D, MIXED),
-            )  # fmt: skip
+            upper = _key_words(k_here, 16 * i, ROWS, KB, VB, MIXED)
+            lower = _key_words(k_here, 16 * i + SECOND, ROWS, KB, VB, MIXED)
+            words = ()
+            v_words = ()
+            for r in gl.static_range(2):
+                words = words + (_scale_word(w_here, 16 * i + r * SECOND, 0, ROWS, KB, VB, MIXED),)
+                v_words = v_words + (_scale_word(w_here, 16 * i + r * SECOND, 1, ROWS, KB, VB, MIXED),)
             # At head size 256 few warps are resident and a product waits for the one before it: two chains, added.
             c = ((zero, zero, zero, zero),) * NT
             other = c
             for w in gl.static_range(KW):
-                a, b = ptx.unpack_nibbles(upper[w]), ptx.unpack_nibbles(lower[w])
-                d = ()
-                next_other = ()
-                for nt in gl.static_range(NT):
-                    of_query = fragments[nt * (D // 8) + 4 * w : nt * (D // 8) + 4 * w + 4]
-                    cc = ptx.mma((a[0], b[0], a[1], b[1]), of_query[0], of_query[1], c[nt])
+                a, b = _unpack_keys(upper[w], K_CODE), _unpack_keys(lower[w], K_CODE)
+                for k in gl.static_range(K_STEPS):
+                    pairs = (a[2 * k], b[2 * k], a[2 * k + 1], b[2 * k + 1])
+                    d = ()
+                    for nt in gl.static_range(NT):
+                        of_query = fragments[
+                            nt * (D // 8) + 2 * (w * K_STEPS + k) : nt * (D // 8) + 2 * (w * K_STEPS + k) + 2
+                        ]
+                        d = d + (ptx.mma(pairs, of_query[0], of_query[1], c[nt]),)
                     if D == 256:
-                        next_other = next_other + (ptx.mma((a[2], b[2], a[3], b[3]), of_query[2], of_query[3], other[nt]),)
+                        c = other
+                        other = d
                     else:
-                        cc = ptx.mma((a[2], b[2], a[3], b[3]), of_query[2], of_query[3], cc)
-                    d = d + (cc,)
-                c = d
-                if D == 256:
-                    other = next_other
+                        c = d
             if D == 256:
                 d = ()
                 for nt in gl.static_range(NT):
@@ -434,13 +756,17 @@ def decode_kernel(
                     )
                 c = d
             for r in gl.static_range(2):
-                k_scale, k_bias = _scale_and_bias(words[r], ZERO)
-                if PAIR:
-                    score = score + ((c[0][2 * r] + c[0][2 * r + 1]) * (k_scale * score_scale[0]) + query_sum[0] * k_bias,)
-                else:
-                    for n in gl.static_range(NC):
-                        score = score + (c[n // 2][2 * r + n % 2] * (k_scale * score_scale[n]) + query_sum[n] * k_bias,)
-                scale, bias = _scale_and_bias(v_words[r], ZERO)
+                k_scale, k_bias = _scale_and_bias(words[r], K_CODE, K_WORD)
+                for n in gl.static_range(NC):
+                    if PAIR:
+                        product = c[0][2 * r] + c[0][2 * r + 1]
+                    else:
+                        product = c[n // 2][2 * r + n % 2]
+                    product = product * (k_scale * score_scale[n])
+                    if K_BIASED:
+                        product = product + query_sum[n] * k_bias
+                    score = score + (product,)
+                scale, bias = _scale_and_bias(v_words[r], V_CODE, V_WORD)
                 v_scale = v_scale + (scale,)
                 v_bias = v_bias + (bias,)
 
@@ -466,6 +792,8 @@ def decode_kernel(
                         visible = visible & (position <= at)
                     if WINDOW:
                         visible = visible & (at - position < window)
+                    if RAW:
+                        visible = visible & ((raw_window == 0) | (at - position >= raw_window))
                     new_score = new_score + (gl.where(visible, score[i * NC + n] + poison, float("-inf")),)
             score = new_score
             v_scale = new_scale
@@ -498,7 +826,8 @@ def decode_kernel(
         new_offset = ()
         for n in gl.static_range(NC):
             new_total = new_total + (total[n] * decay[n],)
-            new_offset = new_offset + (offset[n] * decay[n],)
+            if V_BIASED:
+                new_offset = new_offset + (offset[n] * decay[n],)
         # Tensor cores truncate what they add to a large sum, always downwards, and codes are never negative: sums of a whole
         # split were off by 3e-3 of the output. So a tile (16 tokens of it where registers are short) is summed from zero and
         # then added in float32.
@@ -508,11 +837,11 @@ def decode_kernel(
             factors = factors + (decay[n] * shrink,)
 
         # What rounding takes from a weight, times the middle of the codes: the rest of its error is of random sign.
-        middle = _as_float(reference) * 7.5
+        middle = _as_float(reference) * _middle(V_CODE)
         for i in gl.static_range(NG):
-            v0, v1 = _value_words(ve_here, 16 * i, ROWS, D, MIXED), _value_words(vo_here, 16 * i, ROWS, D, MIXED)
-            v2 = _value_words(ve_here, 16 * i + SECOND, ROWS, D, MIXED)
-            v3 = _value_words(vo_here, 16 * i + SECOND, ROWS, D, MIXED)
+            v0, v1 = _value_words(ve_here, 16 * i, ROWS, KB, VB, MIXED), _value_words(vo_here, 16 * i, ROWS, KB, VB, MIXED)
+            v2 = _value_words(ve_here, 16 * i + SECOND, ROWS, KB, VB, MIXED)
+            v3 = _value_words(vo_here, 16 * i + SECOND, ROWS, KB, VB, MIXED)
             p_fragments = ()
             for r in gl.static_range(2):
                 scale = v_scale[2 * i + r] * inverse
@@ -522,7 +851,8 @@ def decode_kernel(
                 for n in gl.static_range(NC):
                     p = gl.exp2(score[(2 * i + r) * NC + n] - (top[n] - _HEADROOM))
                     kept_total = kept_total + (new_total[n] + p,)
-                    kept_offset = kept_offset + (new_offset[n] + p * v_bias[2 * i + r],)
+                    if V_BIASED:
+                        kept_offset = kept_offset + (new_offset[n] + p * v_bias[2 * i + r],)
                     weighted = weighted + (p * scale,)
                 new_total = kept_total
                 new_offset = ()
@@ -531,22 +861,22 @@ def decode_kernel(
                         packed = ptx.pack_half2(weighted[0], zero)
                     else:
                         packed = ptx.pack_half2(weighted[2 * nt], weighted[2 * nt + 1])
-                    rounded = ptx.unpack2(packed, True)
-                    for n in gl.static_range(NC // NT):
-                        lost = weighted[2 * nt + n] - rounded[n]
-                        new_offset = new_offset + (kept_offset[2 * nt + n] + lost * middle,)
+                    if V_BIASED:
+                        rounded = ptx.unpack2(packed, True)
+                        for n in gl.static_range(NC // NT):
+                            lost = weighted[2 * nt + n] - rounded[n]
+                            new_offset = new_offset + (kept_offset[2 * nt + n] + lost * middle,)
                     p_fragments = p_fragments + (ptx.transpose8(packed),)
             if i % SPAN == 0:
                 fresh = (zero,) * (4 * MT * NT)
             updated = ()
             for w in gl.static_range(VW):
-                upper, lower = ptx.pair_halves(v0[w], v1[w]), ptx.pair_halves(v2[w], v3[w])
-                a, b = ptx.unpack_nibbles(upper[0]), ptx.unpack_nibbles(upper[1])
-                c, d = ptx.unpack_nibbles(lower[0]), ptx.unpack_nibbles(lower[1])
-                for k in gl.static_range(4):
+                a, b = _unpack_values(v0[w], v1[w], V_CODE), _unpack_values(v2[w], v3[w], V_CODE)
+                for k in gl.static_range(V_STEPS):
+                    pairs = (a[k], a[V_STEPS + k], b[k], b[V_STEPS + k])
                     for nt in gl.static_range(NT):
-                        held = fresh[4 * ((4 * w + k) * NT + nt) : 4 * ((4 * w + k) * NT + nt) + 4]
-                        updated = updated + ptx.mma((a[k], b[k], c[k], d[k]), p_fragments[nt], p_fragments[NT + nt], held)
+                        held = fresh[4 * ((V_STEPS * w + k) * NT + nt) : 4 * ((V_STEPS * w + k) * NT + nt) + 4]
+                        updated = updated + ptx.mma(pairs, p_fragments[nt], p_fragments[NT + nt], held)
             fresh = updated
             if i % SPAN == SPAN - 1:
                 added = ()
@@ -561,11 +891,12 @@ def decode_kernel(
                         added = added + (accumulator[m] * factors[m // 4 % NT * 2 + m % 2] + fresh[m],)
                 accumulator = added
         total = new_total
-        offset = new_offset
+        if V_BIASED:
+            offset = new_offset
 
         ptx.warp_sync(lane)
         if j + STAGES < count:
-            _start_tile(next_pages, here, barrier, kv, tile + STAGES, seq_len, block_stride, lane, T, BLOCK, D, MIXED)
+            _start_tile(next_pages, here, barrier, kv, tile + STAGES, seq_len, block_stride, lane, T, BLOCK, KB, VB, MIXED)
             next_pages = _tile_pages(table, tile + STAGES + 1, seq_len, lane, T, BLOCK)
         stage += 1
         if stage == STAGES:
@@ -589,22 +920,23 @@ def decode_kernel(
         row = column // GROUP
         valid = (column < COLUMNS) & (row < query_len)
         index = (query_start + row) * (num_kv_heads * GROUP) + head * GROUP + column % GROUP
-        index = (index * num_splits + split).to(gl.int64)
+        index = (index * num_slots + split).to(gl.int64)
         address = partial.to(gl.int64) + (index * D + g * (D // 8)) * 4
-        unit = _as_float(reference) * 16777216.0 * inverse
+        unit = _as_float(reference) * _unit(V_CODE) * inverse
         z = z * inverse
+        out = ()
         for w in gl.static_range(VW):
-            out = ()
             for half in gl.static_range(2):
-                for k in gl.static_range(4):
-                    factor_k = unit if k % 2 == 0 else unit * 0.0625
+                for k in gl.static_range(V_STEPS):
                     if PAIR:
-                        value = accumulator[4 * (4 * w + k) + 2 * half]
+                        value = accumulator[4 * (V_STEPS * w + k) + 2 * half]
                     else:
-                        value = accumulator[4 * ((4 * w + k) * NT + n // 2) + 2 * half + n % 2]
-                    out = out + (value * factor_k + z,)
-            ptx.store_global4(address, out[0], out[1], out[2], out[3], valid.to(gl.int32), 32 * w)
-            ptx.store_global4(address, out[4], out[5], out[6], out[7], valid.to(gl.int32), 32 * w + 16)
+                        value = accumulator[4 * ((V_STEPS * w + k) * NT + n // 2) + 2 * half + n % 2]
+                    out = out + (value * (unit * 0.0625 if V_CODE == UINT4 and k % 2 == 1 else unit) + z,)
+        for i in gl.static_range(D // 32):
+            ptx.store_global4(
+                address, out[4 * i], out[4 * i + 1], out[4 * i + 2], out[4 * i + 3], valid.to(gl.int32), 16 * i
+            )
         gl.store(partial_lse + index, top[n] - _HEADROOM + gl.log2(s), mask=valid & (g == 0))
 
 

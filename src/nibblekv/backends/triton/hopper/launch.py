@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import dataclass, fields
 
 import torch
 
+from nibblekv.backends.triton.attention import combine
+from nibblekv.backends.triton.codec import FP8, INT8, UINT4, format_constants
 from nibblekv.backends.triton.hopper.kernels import combine_kernel, decode_kernel
 from nibblekv.backends.triton.launch import launch, scratch
 from nibblekv.formats import SCALE_WORD_BYTES
 from nibblekv.layout import KVCacheLayout
 from nibblekv.options import AttentionOptions
-from nibblekv.rotation import rotation_signs
+from nibblekv.rotation import RotationKind, rotation_signs
 
 __all__ = ["Plan", "decode", "plan", "supports"]
 
-FORMATS_SERVED = ("int4", "int4_per_token_head")
+CODES = ("uint4", "int8", "fp8")
 HEAD_SIZES = (64, 128, 256)
+CODES = (UINT4.value, INT8.value, FP8.value)
 ALIGNMENT = 16
 LOG2_E = 1.4426950408889634
-_SERVED = ("softmax_scale", "causal", "sliding_window", "host_lengths")
+# Raw keys that a warp attends at once, and blocks a multiprocessor at most for those beyond a sequence's first.
+RAW_STEP, RAW_BLOCKS = 16, 2
+_SERVED = (
+    "softmax_scale", "causal", "sliding_window", "host_lengths", "raw_key", "raw_value", "raw_window", "raw_sinks"
+)  # fmt: skip
 _UNSERVED = tuple((field.name, field.default) for field in fields(AttentionOptions) if field.name not in _SERVED)
 
 
@@ -33,6 +39,7 @@ class Plan:
         warps: KV heads of a block, one to a warp; divides num_kv_heads.
         tile: tokens of a step. stages: tiles in flight per warp.
         splits: blocks that share a sequence.
+        raw_splits: blocks that share its raw window and sinks; 0 without.
         merge_warps, merge_rows: warps of a merge block, and the splits that it reads in one step.
         dependent: launch each kernel before the one in front of it has drained.
     """
@@ -41,6 +48,7 @@ class Plan:
     tile: int
     stages: int
     splits: int
+    raw_splits: int
     merge_warps: int
     merge_rows: int
     dependent: bool = True
@@ -58,10 +66,13 @@ def supports(
     """Return None if `decode` serves such a call, else the reason why not. Reads metadata only."""
     if device.type != "cuda" or _capability(device) != (9, 0):
         return f"needs a GPU of compute capability 9.0, got {device}"
-    if layout.k_format.name not in FORMATS_SERVED or layout.v_format.name != layout.k_format.name:
-        return f"needs keys and values in one of {FORMATS_SERVED}, got {layout.k_format.name} and {layout.v_format.name}"
+    if layout.k_format.code not in CODES or layout.v_format.code not in CODES:
+        return f"needs codes of {CODES}, got {layout.k_format.name} and {layout.v_format.name}"
     if layout.head_size not in HEAD_SIZES or layout.head_size_v != layout.head_size:
         return f"needs equal head sizes of {HEAD_SIZES}, got {layout.head_size} and {layout.head_size_v}"
+    for fmt in (layout.k_format, layout.v_format):
+        if format_constants(fmt)[0] not in CODES:
+            return f"reads codes of 4 and 8 bits, got {fmt.name}"
     if layout.block_size & (layout.block_size - 1):
         return f"needs a power of two as block_size, got {layout.block_size}"
     if query_dtype not in (torch.float16, torch.bfloat16):
@@ -73,10 +84,17 @@ def supports(
         return f"needs the rows of a head to follow one another, got strides {kv_cache.stride()}"
     if kv_cache.data_ptr() % ALIGNMENT or kv_cache.stride(0) % ALIGNMENT or kv_cache.stride(1) % ALIGNMENT:
         return f"needs tiles at multiples of {ALIGNMENT} bytes, got strides {kv_cache.stride()}"
+    raw_key, raw_value = options.raw_key, options.raw_value
+    if raw_key is not None and raw_value is not None:
+        if raw_key.dtype != query_dtype:
+            return f"needs raw keys of the queries' dtype, {query_dtype}, got {raw_key.dtype}"
+        misplaced = raw_key.data_ptr() % ALIGNMENT or raw_value.data_ptr() % ALIGNMENT
+        if raw_key.stride() != raw_value.stride() or misplaced or any(n % 8 for n in raw_key.stride()[:3]):
+            return f"needs raw rows at multiples of {ALIGNMENT} bytes and equal strides, got {raw_key.stride()}"
     for name, default in _UNSERVED:
         value = getattr(options, name)
         if value is not default and (isinstance(value, torch.Tensor) or value != default):
-            return f"serves causal and sliding_window only, got {name}"
+            return f"serves causal, sliding_window and raw rows only, got {name}"
     if isinstance(options.causal, torch.Tensor) or (options.sliding_window > 0 and not options.causal):
         return "serves one causal flag for all sequences, and a window only with it"
     return None
@@ -87,42 +105,54 @@ def max_columns(head_size: int) -> int:
     return 2048 // head_size
 
 
-def shared_bytes(warps: int, tile: int, stages: int, head_size: int) -> int:
-    """Return the bytes of a block's ring of tiles and its barriers."""
+def shared_bytes(warps: int, tile: int, stages: int, slot_bytes: int) -> int:
+    """Return the bytes of a block's ring of tiles and its barriers; slot_bytes: of a token of one head."""
     row = 128 * warps
-    return -(-stages * (warps * tile * (head_size + 2 * SCALE_WORD_BYTES) + 8) // row) * row
+    return -(-stages * (warps * tile * slot_bytes + 8) // row) * row
 
 
-def rotation_gain(layout: KVCacheLayout) -> float:
-    """Return what q.k and the output must be multiplied with, the kernels' Hadamard sums being unnormalised.
+def rotation_gain(kind: RotationKind, head_size: int) -> float:
+    """Return what q.k, or the output, must be multiplied with, the kernels' Hadamard sums being unnormalised.
 
     `full` stores orthonormal rows, `block` (of these head sizes one block) unnormalised ones.
     """
-    return 1.0 / (layout.head_size if layout.k_format.rotation == "block" else math.sqrt(layout.head_size))
+    return {"none": 1.0, "full": head_size**-0.5, "block": 1.0 / head_size}[kind]
 
 
 @functools.lru_cache(maxsize=4096)
-def plan(num_seqs: int, num_kv_heads: int, max_seq_len: int, head_size: int, num_sms: int) -> Plan:
+def plan(
+    num_seqs: int, num_kv_heads: int, max_seq_len: int, head_size: int, num_sms: int, slot_bytes: int | None = None,
+    skew: int = 1, raw_rows: int = 0,
+) -> Plan:  # fmt: skip
     """Choose launch parameters from what the host knows: one wave of one-warp blocks.
 
     Eight blocks a multiprocessor keep 139 KB in flight on each; more only lengthen the queues and the merge. At head size
-    256, where a split's rows to merge weigh twice as much, three.
+    256, where a split's rows to merge weigh twice as much, four: one to a scheduler. Tiles of longer rows have half as many
+    tokens. Blocks of raw rows come on top: they are few and short.
+
+    Args:
+        slot_bytes: of a token of one head; default: of 4-bit codes.
+        skew: how many times as many splits, where one sequence is much longer than the mean.
+        raw_rows: of a sequence, in its raw window and sinks.
     """
-    warps, tile, stages = 1, 64, 2
-    blocks = num_sms * (3 if head_size == 256 else 8) // warps
-    splits = max(1, min(blocks // (num_seqs * (num_kv_heads // warps)), -(-max_seq_len // tile)))
-    if splits > 8 and splits * tile < max_seq_len // 4:
+    widest = max(head_size, 128) + 2 * SCALE_WORD_BYTES
+    warps, tile, stages = 1, 64 if slot_bytes is None or slot_bytes <= widest else 32, 2
+    blocks = num_sms * (4 if head_size == 256 else 8) // warps
+    splits = max(1, min(skew * blocks // (num_seqs * (num_kv_heads // warps)), -(-max_seq_len // tile)))
+    if splits > 8 and splits * tile < max_seq_len // 4 and head_size < 256:
         # Few long sequences: half as many splits, each with a third tile in flight, leave less to merge.
         stages, splits = 3, splits // 2
-    if splits <= 4:
+    raw_splits = min(-(-raw_rows // RAW_STEP), max(1, num_sms * RAW_BLOCKS // (num_seqs * num_kv_heads)))
+    slots = splits + raw_splits
+    if slots <= 4 + bool(raw_rows):
         merge = (1, 8)
-    elif splits <= 8:
+    elif slots <= 8:
         merge = (2, 8)
-    elif splits <= 32:
-        merge = (4, 16 if splits <= 16 else 32)
+    elif slots <= 32:
+        merge = (4, 16 if slots <= 16 else 32)
     else:
         merge = (4, 64)
-    return Plan(warps, tile, stages, splits, *merge)
+    return Plan(warps, tile, stages, splits, raw_splits, *merge)
 
 
 def decode(
@@ -138,6 +168,7 @@ def decode(
     max_query_len: int,
     max_seq_len: int,
     parameters: Plan | None = None,
+    skew: int = 1,
 ) -> None:
     """Attend over packed pages into `out` (and `lse`), in two launches; nothing waits for the device.
 
@@ -146,7 +177,7 @@ def decode(
     Args: those of `nibblekv.paged_attention`, for a call that `supports` accepts. query is read 16 bytes at a time where it
         is aligned so, else copied first. out may have any float dtype. The call allocates its split buffer only:
         4 * (head_size + 1) bytes per query row, head and split.
-        parameters: overrides `plan`.
+        parameters: overrides `plan`; skew: see there.
     """
     num_tokens, num_query_heads, head_size = query.shape
     num_kv_heads, num_seqs = layout.num_kv_heads, seq_lens.shape[0]
@@ -154,30 +185,56 @@ def decode(
         query = query.contiguous().clone()
     if parameters is None:
         reach = min(max_seq_len, options.sliding_window + max_query_len) if options.sliding_window else max_seq_len
-        parameters = plan(num_seqs, num_kv_heads, reach, head_size, _num_sms(query.device))
-    splits, rows = parameters.splits, num_tokens * num_query_heads * parameters.splits
+        raw_rows = options.raw_sinks + (options.raw_window + max_query_len - 1 if options.raw_window else 0)
+        num_sms = _num_sms(query.device)
+        parameters = plan(num_seqs, num_kv_heads, reach, head_size, num_sms, layout.slot_bytes, skew, raw_rows)
+    slots = parameters.splits + parameters.raw_splits
+    rows = num_tokens * num_query_heads * slots
     buffer = scratch(rows * (head_size + 1), query.device)
     partial, partial_lse = buffer, buffer[rows * head_size :]
-    signs = _signs(layout.k_format.rotation, head_size)
-    gain = rotation_gain(layout)
+    k_kind, v_kind = layout.k_format.rotation, layout.v_format.rotation
+    score_scale = options.softmax_scale * LOG2_E
+    # H H = head_size: raw rows, rotated by sums alone, times this are rows as stored.
+    norm = 1.0 if v_kind == "none" else head_size
     launch(
         decode_kernel,
-        (num_seqs * (num_kv_heads // parameters.warps) * splits,),
-        (query, kv_cache, block_table, seq_lens, query_start_loc, partial, partial_lse),
-        (query.stride(0), query.stride(1), kv_cache.stride(0), kv_cache.stride(1), block_table.stride(0)),
-        (options.softmax_scale * LOG2_E * gain, options.sliding_window, num_kv_heads, splits),
-        (num_query_heads // num_kv_heads, max_query_len, head_size, layout.block_size, parameters.tile, parameters.stages,
-         layout.page == "interleaved", layout.k_format.word == "scale_zero",
-         bool(options.causal), options.sliding_window > 0, query.dtype == torch.float16, signs, parameters.dependent),
+        (num_seqs * (num_kv_heads // parameters.warps) * slots,),
+        (
+            query, kv_cache, block_table, seq_lens, query_start_loc, partial, partial_lse, options.raw_key,
+            options.raw_value,
+        ),
+        (
+            query.stride(0), query.stride(1), kv_cache.stride(0), kv_cache.stride(1), block_table.stride(0),
+            *((0, 0, 0) if options.raw_key is None else options.raw_key.stride()[:3]),
+        ),
+        (
+            score_scale * rotation_gain(k_kind, head_size), score_scale, 1.0 / (rotation_gain(v_kind, head_size) * norm),
+            options.sliding_window, options.raw_window, options.raw_sinks, options.raw_ring, num_kv_heads,
+            parameters.splits, parameters.raw_splits,
+        ),
+        (
+            num_query_heads // num_kv_heads, max_query_len, head_size, layout.block_size, parameters.tile, parameters.stages,
+            layout.page == "interleaved", *format_constants(layout.k_format), *format_constants(layout.v_format),
+            bool(options.causal), options.sliding_window > 0, options.raw_key is not None, query.dtype == torch.float16,
+            _signs(k_kind, head_size), _signs(v_kind, head_size), parameters.dependent,
+        ),
         num_warps=parameters.warps, launch_pdl=parameters.dependent,
     )  # fmt: skip
+    if v_kind == "none":
+        row = slots * head_size
+        strides = (num_query_heads * row, row, head_size, num_query_heads * slots, slots, 1)
+        combine(partial, partial_lse, strides, slots, 1.0, None, out, lse, layout, None, None)
+        return
     launch(
         combine_kernel,
         (num_tokens * num_query_heads,),
         (partial, partial_lse, out, partial_lse if lse is None else lse),
         (out.stride(0), out.stride(1)),
-        (gain, splits),
-        (num_query_heads, head_size, signs, parameters.merge_rows, lse is not None, parameters.dependent),
+        (rotation_gain(v_kind, head_size), slots),
+        (
+            num_query_heads, head_size, _signs(v_kind, head_size), parameters.merge_rows, lse is not None,
+            parameters.dependent,
+        ),
         num_warps=parameters.merge_warps, launch_pdl=parameters.dependent,
     )  # fmt: skip
 
@@ -188,8 +245,9 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 @functools.cache
-def _signs(kind: str, head_size: int) -> int:
-    signs = rotation_signs(kind, head_size)  # type: ignore[arg-type]
+def _signs(kind: RotationKind, head_size: int) -> int:
+    """Return the signs of a rotation as bits, 0 for none."""
+    signs = rotation_signs(kind, head_size)
     return sum(1 << d for d, sign in enumerate(signs.tolist()) if sign < 0)
 
 

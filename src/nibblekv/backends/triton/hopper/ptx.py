@@ -119,12 +119,85 @@ def pair_halves(a, b):
     )
 
 
+@gluon.constexpr_function
+def _bytes_asm(count, prepare, floats):
+    """Spread the pairs of bytes that `prepare` leaves in t and u over `count` registers, two bytes each, as fp16."""
+    lines = [".reg .b32 t, u, v, w;", prepare]
+    for i in range(count):
+        source = "u" if count == 4 and i > 1 else "t"
+        if floats:
+            lines += [f"prmt.b32 v, {source}, 0, {0x3424 if i % 2 else 0x1404:#x};", "and.b32 w, v, 0x80008000;"]
+            lines += ["shr.u32 v, v, 1;", "and.b32 v, v, 0x3f803f80;", f"or.b32 ${i}, v, w;"]
+        else:
+            lines.append(f"prmt.b32 ${i}, {source}, 0, {0x4342 if i % 2 else 0x4140:#x};")
+    return "{ " + " ".join(lines) + " }"
+
+
+@gluon.constexpr_function
+def _word_bytes_asm(floats):
+    return _bytes_asm(2, "mov.b32 t, $2;" if floats else "xor.b32 t, $2, 0x80808080;", floats)
+
+
+@gluon.constexpr_function
+def _pair_bytes_asm(floats):
+    pairs = "prmt.b32 t, $4, $5, 0x5140; prmt.b32 u, $4, $5, 0x7362;"
+    if not floats:
+        pairs += " xor.b32 t, t, 0x80808080; xor.b32 u, u, 0x80808080;"
+    return _bytes_asm(4, pairs, floats)
+
+
+@gluon.jit
+def unpack_bytes(word, FLOAT: gl.constexpr):
+    """Split four 8-bit codes into two pairs of fp16: (code + 128) * 2^-24 of integers, value * 2^-8 of e4m3 (FLOAT).
+
+    Every e4m3 becomes finite, so that bytes that were never written do no harm under a weight of 0.
+    """
+    return gl.inline_asm_elementwise(
+        _word_bytes_asm(FLOAT), "=&r,=&r,r", [word], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def pair_bytes(a, b, FLOAT: gl.constexpr):
+    """Return four pairs (code i of a, code i of b), as `unpack_bytes` gives codes."""
+    return gl.inline_asm_elementwise(
+        _pair_bytes_asm(FLOAT),
+        "=&r,=&r,=&r,=&r,r,r",
+        [a, b],
+        dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
+        is_pure=True,
+        pack=1,
+    )
+
+
 @gluon.jit
 def pack_half2(low, high):
     """Round two float32 to fp16 and pack them."""
     return gl.inline_asm_elementwise(
         "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1
     )
+
+
+@gluon.constexpr_function
+def _pack2_asm(half):
+    return f"cvt.rn.{'f16x2' if half else 'bf16x2'}.f32 $0, $2, $1;"
+
+
+@gluon.jit
+def pack2(low, high, HALF: gl.constexpr):
+    """Round two float32 to fp16 (HALF) or bf16 and pack them."""
+    return gl.inline_asm_elementwise(_pack2_asm(HALF), "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.constexpr_function
+def _add_nothing_asm(half):
+    return f"{{ .reg .b32 z; mov.b32 z, 0; fma.rn.{'f16x2' if half else 'bf16x2'} $0, $1, z, $2; }}"
+
+
+@gluon.jit
+def add_nothing2(word, zeros, HALF: gl.constexpr):
+    """Return zeros + 0 * word, two fp16 (HALF) or bf16 values: not 0 once a value was NaN or infinite."""
+    return gl.inline_asm_elementwise(_add_nothing_asm(HALF), "=r,r,r", [word, zeros], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit
@@ -151,6 +224,14 @@ def warp_max_bits(x):
     """Return the largest int32 of the warp (0 and above), in every lane."""
     return gl.inline_asm_elementwise(
         "redux.sync.max.u32 $0, $1, 0xffffffff;", "=r,r", [x], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def warp_or_bits(x):
+    """Return the union of the warp's bits, in every lane."""
+    return gl.inline_asm_elementwise(
+        "redux.sync.or.b32 $0, $1, 0xffffffff;", "=r,r", [x], dtype=gl.int32, is_pure=True, pack=1
     )
 
 

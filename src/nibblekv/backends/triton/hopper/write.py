@@ -1,4 +1,4 @@
-"""The write of `int4` rows without a rotation matrix in memory: tensor cores and register sums rotate, registers pack.
+"""The write of 4-bit rows without a rotation matrix in memory: tensor cores and register sums rotate, registers pack.
 
 A warp takes 8 tokens of one head a step. Write dimension d as 8 * k + j: a Hadamard matrix is the product of one over k and
 one over j. For every j, one product with a 16 x 16 matrix of signs, made in registers, sums over k,
@@ -37,7 +37,7 @@ LONG_STEPS, SHORT_STEPS = 4, 1
 LONG_CALL = 4096
 
 _FLOOR = gl.constexpr(SCALE_FLOOR)
-_EDGE = gl.constexpr(EDGE)
+_EDGE = gl.constexpr(EDGE["uint4"])
 _INF = gl.constexpr(float("inf"))
 
 
@@ -65,17 +65,13 @@ def _add_pairs(y, DISTANCE: gl.constexpr, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def _write_step(
-    words, masks, matrix, cache, slots, token, num_tokens, num_slots, places, head, g, gain,
-    BLOCK: gl.constexpr, D: gl.constexpr, HALF: gl.constexpr,
-):  # fmt: skip
-    """Rotate, quantize and store one step; token: the first of the two whose results this lane holds."""
+def _transform(words, masks, matrix, zero, D: gl.constexpr, HALF: gl.constexpr):
+    """Return the unnormalised rotation of 8 rows: y[(2 c + r) * 8 + j] is dimension 64 c + 8 (lane // 4) + j of row
+    2 (lane % 4) + r."""
     HALVES: gl.constexpr = D // 128
-    zero = gain * 0.0
     flipped = ()
     for i in gl.static_range(16 * HALVES):
         flipped = flipped + (words[i] ^ masks[i],)
-    # Of (half, j): the two words k = l // 4 (+ 8) of two tokens. y[(4 half + 2 word + token) * 8 + j].
     products = ()
     for half in gl.static_range(HALVES):
         for w in gl.static_range(4):
@@ -92,8 +88,44 @@ def _write_step(
             for bit in gl.static_range(3):
                 of_word = _add_pairs(of_word, 1 << bit, 8)
             y = y + of_word
-    if HALVES == 2:
-        y = _add_pairs(y, 32, 64)
+    if HALVES >= 2:
+        y = _add_pairs(y, 32, 32 * HALVES)
+    if HALVES >= 4:
+        y = _add_pairs(y, 64, 32 * HALVES)
+    return y
+
+
+@gluon.jit
+def _sign_masks(lane, SIGNS: gl.constexpr, D: gl.constexpr):
+    """Return what flips the signs of the words that `_load_step` returns."""
+    masks = ()
+    for run in gl.static_range(D // 32):
+        bits = (lane * 0 + _sign_word(SIGNS, run)) >> (8 * (lane & 3))
+        for w in gl.static_range(4):
+            masks = masks + (((bits << (30 - 2 * w)) & -2147483648) | ((bits << (15 - 2 * w)) & 0x8000),)
+    return masks
+
+
+@gluon.jit
+def _sign_matrix(lane, HALF: gl.constexpr):
+    """Return this lane's part of the 16 x 16 Hadamard matrix of signs, as an A operand."""
+    g, t = lane >> 2, lane & 3
+    common = g & t
+    odd = (common ^ (common >> 1)) & 1
+    one: gl.constexpr = 0x3C003C00 if HALF else 0x3F803F80
+    signed = (odd << 15) ^ ((odd ^ (g >> 2)) << 31) ^ one
+    return (signed, signed, signed, signed ^ -2147450880)
+
+
+@gluon.jit
+def _write_step(
+    words, masks, matrix, cache, slots, token, num_tokens, num_slots, places, head, g, gain,
+    BLOCK: gl.constexpr, D: gl.constexpr, HALF: gl.constexpr, ZERO: gl.constexpr,
+):  # fmt: skip
+    """Rotate, quantize and store one step; token: the first of the two whose results this lane holds."""
+    HALVES: gl.constexpr = D // 128
+    zero = gain * 0.0
+    y = _transform(words, masks, matrix, zero, D, HALF)
     for r in gl.static_range(2):
         low = y[8 * r]
         high = y[8 * r]
@@ -106,17 +138,28 @@ def _write_step(
             high = gl.maximum(high, ptx.shuffle_xor(high, 4 << bit))
         low *= gain
         high *= gain
-        margin = ptx.divide(high - low, zero + _EDGE)
-        lowest = low + margin
-        step = gl.where(((_as_bits(lowest) & 0xFFFF) != 0) & (lowest < 0.0), 0x10000, 0)
-        bias = _as_float((_as_bits(lowest) & -65536) + step)
-        span = high - margin - bias
-        broken = (gl.abs(span) < _INF) == 0
-        scale = _as_float((_as_bits(ptx.divide(span, zero + 15.0)) + 0xFFFF) & -65536)
-        scale = gl.where(broken | (scale < _FLOOR), 0.0, scale)
-        inverse = gl.where(scale > 0.0, ptx.divide(zero + 1.0, gl.where(scale > 0.0, scale, 1.0)), 0.0)
-        word = _as_bits(scale) | ((_as_bits(bias) >> 16) & 0xFFFF)
-        word = gl.where(broken, 0x7FC07FC0, word)
+        if ZERO:
+            broken = (gl.abs(high - low) < _INF) == 0
+            low = gl.minimum(low, 0.0)
+            scale = gl.maximum(ptx.divide(gl.maximum(high, 0.0) - low, zero + 15.0), _FLOOR)
+            scale = gl.where(broken, 1.0, scale)
+            inverse = ptx.divide(zero + 1.0, scale)
+            zero_point = ptx.floor_bits(ptx.divide(gl.where(broken, 0.0, -low), scale) + 0.5)
+            # y * inverse + zero point, as (y - bias) * inverse
+            start = _as_float(zero_point) - 8388608.0
+            word = gl.where(broken, 0x7FC00000, (_as_bits(scale) & -16) | (zero_point & 15))
+        else:
+            margin = ptx.divide(high - low, zero + _EDGE)
+            lowest = low + margin
+            step = gl.where(((_as_bits(lowest) & 0xFFFF) != 0) & (lowest < 0.0), 0x10000, 0)
+            bias = _as_float((_as_bits(lowest) & -65536) + step)
+            span = high - margin - bias
+            broken = (gl.abs(span) < _INF) == 0
+            scale = _as_float((_as_bits(ptx.divide(span, zero + 15.0)) + 0xFFFF) & -65536)
+            scale = gl.where(broken | (scale < _FLOOR), 0.0, scale)
+            inverse = gl.where(scale > 0.0, ptx.divide(zero + 1.0, gl.where(scale > 0.0, scale, 1.0)), 0.0)
+            word = _as_bits(scale) | ((_as_bits(bias) >> 16) & 0xFFFF)
+            word = gl.where(broken, 0x7FC07FC0, word)
 
         inside = token + r < num_tokens
         slot = gl.load(slots + token + r, mask=inside, other=-1).to(gl.int64)
@@ -127,7 +170,11 @@ def _write_step(
             packed = g * 0
             for n in gl.static_range(8):
                 value = y[(2 * c + r) * 8 + 7 - n] * gain
-                packed = packed * 16 + ptx.floor_bits((value - bias) * inverse + 0.5)
+                if ZERO:
+                    code = gl.minimum(gl.maximum(value * inverse + start + 0.5, 0.0), 15.5)
+                else:
+                    code = (value - bias) * inverse + 0.5
+                packed = packed * 16 + ptx.floor_bits(code)
             # Without the bits of 2^23, of which those of the two lowest codes remain.
             packed = gl.where(broken, 0, packed + 0x05000000)
             gl.store(codes + 8 * c, packed, mask=keep)
@@ -138,23 +185,15 @@ def _write_step(
 def _write_rows(
     x, cache, slots, token_stride, head_stride, places, gain, num_tokens, num_slots, thread,
     HEADS: gl.constexpr, BLOCK: gl.constexpr, D: gl.constexpr, STEPS: gl.constexpr, HALF: gl.constexpr,
-    SIGNS: gl.constexpr,
+    ZERO: gl.constexpr, SIGNS: gl.constexpr,
 ):  # fmt: skip
     lane, warp = thread & 31, thread >> 5
     g, t = lane >> 2, lane & 3
     unit = gl.program_id(0) * gl.num_warps() + warp
     head = unit % HEADS
     first = unit // HEADS * (8 * STEPS)
-    masks = ()
-    for run in gl.static_range(D // 32):
-        bits = (lane * 0 + _sign_word(SIGNS, run)) >> (8 * t)
-        for w in gl.static_range(4):
-            masks = masks + (((bits << (30 - 2 * w)) & -2147483648) | ((bits << (15 - 2 * w)) & 0x8000),)
-    common = g & t
-    odd = (common ^ (common >> 1)) & 1
-    one: gl.constexpr = 0x3C003C00 if HALF else 0x3F803F80
-    signed = (odd << 15) ^ ((odd ^ (g >> 2)) << 31) ^ one
-    matrix = (signed, signed, signed, signed ^ -2147450880)
+    masks = _sign_masks(lane, SIGNS, D)
+    matrix = _sign_matrix(lane, HALF)
     gains = gl.zeros_like(thread).to(gl.float32) + gain
     start = head.to(gl.int64) * head_stride + 8 * t
     words = _load_step(x, first + g, num_tokens, token_stride, start, D)
@@ -164,7 +203,7 @@ def _write_rows(
             following = _load_step(x, first + 8 * step + 8 + g, num_tokens, token_stride, start, D)
         _write_step(
             words, masks, matrix, cache, slots, first + 8 * step + 2 * t, num_tokens, num_slots, places, head, g, gains,
-            BLOCK, D, HALF,
+            BLOCK, D, HALF, ZERO,
         )  # fmt: skip
         words = following
 
@@ -175,26 +214,27 @@ def write_kernel(
     k_offset, k_b, k_s, k_h, kw_offset, kw_b, kw_s, kw_h, v_offset, v_b, v_s, v_h, vw_offset, vw_b, vw_s, vw_h,
     gain, num_tokens, num_slots,
     HEADS: gl.constexpr, BLOCK: gl.constexpr, D: gl.constexpr, STEPS: gl.constexpr, HALF: gl.constexpr,
-    SIGNS: gl.constexpr,
+    ZERO: gl.constexpr, SIGNS: gl.constexpr,
 ):  # fmt: skip
     """Write keys (program_id(1) = 0) or values (1); a warp takes 8 * STEPS tokens of one head."""
     thread = gl.arange(0, 32 * gl.num_warps(), gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     if gl.program_id(1) == 0:
         _write_rows(
             key, cache, slots, key_t, key_h, (k_offset, k_b, k_s, k_h, kw_offset, kw_b, kw_s, kw_h), gain, num_tokens,
-            num_slots, thread, HEADS, BLOCK, D, STEPS, HALF, SIGNS,
+            num_slots, thread, HEADS, BLOCK, D, STEPS, HALF, ZERO, SIGNS,
         )  # fmt: skip
     else:
         _write_rows(
             value, cache, slots, value_t, value_h, (v_offset, v_b, v_s, v_h, vw_offset, vw_b, vw_s, vw_h), gain, num_tokens,
-            num_slots, thread, HEADS, BLOCK, D, STEPS, HALF, SIGNS,
+            num_slots, thread, HEADS, BLOCK, D, STEPS, HALF, ZERO, SIGNS,
         )  # fmt: skip
 
 
 def write_supports(key: torch.Tensor, value: torch.Tensor, layout: KVCacheLayout) -> bool:
-    """Return True if `write_rows` serves such rows: 16-bit, 16-byte aligned, both stored as `int4`, of one head size."""
+    """Return True if `write_rows` serves such rows: 16-bit, 16-byte aligned, in one 4-bit format, of one head size."""
     return (
-        layout.k_format.name == layout.v_format.name == "int4"
+        layout.k_format.code == "uint4"
+        and layout.k_format == layout.v_format
         and layout.head_size == layout.head_size_v
         and layout.head_size in HEAD_SIZES
         and key.dtype in (torch.float16, torch.bfloat16)
@@ -216,7 +256,7 @@ def write_rows(
 
     Args: those of `nibblekv.reshape_and_cache`; steps, num_warps: override the launch parameters.
     """
-    places = geometry(layout, kv_cache)
+    places, kind = geometry(layout, kv_cache), layout.k_format.rotation
     num_tokens, num_heads = slot_mapping.shape[0], layout.num_kv_heads
     if steps is None:
         steps = LONG_STEPS if num_tokens >= LONG_CALL else SHORT_STEPS
@@ -227,12 +267,13 @@ def write_rows(
         (key, value, kv_cache.view(torch.int32), slot_mapping),
         (
             key.stride(0), key.stride(1), value.stride(0), value.stride(1),
-            *places.k_rows, *places.k_words, *places.v_rows, *places.v_words, layout.head_size**-0.5,
+            *places.k_rows, *places.k_words, *places.v_rows, *places.v_words,
+            1.0 if kind == "block" else layout.head_size**-0.5,
         ),
         (num_tokens, kv_cache.shape[0] * layout.block_size),
         (
             num_heads, layout.block_size, layout.head_size, steps, key.dtype == torch.float16,
-            _signs("full", layout.head_size),
+            layout.k_format.word == "scale_zero", _signs(kind, layout.head_size),
         ),
         num_warps=num_warps,
     )  # fmt: skip

@@ -1,0 +1,386 @@
+"""Constant vectors that make keys and values easier to quantize, without changing what attention computes.
+
+Per layer, KV head and channel: k_mean, k_scale, v_mean. The pages hold
+
+    k' = k_scale * (k - k_mean),    v' = v - v_mean,    and are read with    q' = q / k_scale.
+
+Then q'.k' = q.k - q.k_mean differs from q.k by one number for all keys of a query, which softmax does not see, and the
+output lacks v_mean, which is added once. So pages, windows and kernels stay as they are: only what goes in and what comes
+out is mapped. A scale s = (E[q^2] / E[(k - k_mean)^2])^(1/4) spends the precision on the channels that scores depend on.
+
+Rotary embeddings turn most of a key's mean away over the positions; statistics are therefore taken at positions spread over
+all that the model has, each window of text at its own place: what is left of the mean is what does not turn.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["Calibration", "LayerCalibration", "calibrate", "find_calibration", "fingerprint", "save_path"]
+
+FILE_NAME = "nibblekv-calibration.safetensors"
+FILE_FORMAT = "nibblekv-calibration"
+FILE_VERSION = 1
+_FIELDS = ("k_mean", "k_scale", "v_mean")
+# A scale beyond this, or below its inverse, is no calibration: fp16 could not hold what it makes of a query.
+MAX_SCALE = 65536.0
+FP8_MAX = 448.0
+
+# progress(stage, done, total), in forwards of the model.
+Progress = Callable[[str, int, int], None]
+
+# Windows begin at this power of an even spread, so that early positions, which every sequence has, count more: an even one
+# takes away little of the mean there, and early positions alone make late ones worse than no calibration does.
+_EARLY_POSITIONS = 2
+# The first tokens of a window take the place of attention sinks: few, extreme, and read unquantized where it matters.
+UNCOUNTED_TOKENS = 8
+# Channels beyond this of the head's median are cut: Gemma has some in which queries and keys are exactly 0.
+_SCALE_SPREAD = 100.0
+_ENERGY_FLOOR = 1e-6
+_SEED = 1
+
+
+@dataclass(frozen=True)
+class LayerCalibration:
+    """The vectors of one layer.
+
+    Attributes:
+        k_mean, k_scale: [num_kv_heads, head_size] float32, all k_scale above 0.
+        v_mean: [num_kv_heads, head_size_v] float32.
+    """
+
+    k_mean: torch.Tensor
+    k_scale: torch.Tensor
+    v_mean: torch.Tensor
+
+    def to(self, device: torch.device | str) -> LayerCalibration:
+        """Return the vectors on a device."""
+        return LayerCalibration(*(getattr(self, name).to(device) for name in _FIELDS))
+
+    def check(self, num_kv_heads: int, head_size: int, head_size_v: int) -> None:
+        """Raise ValueError unless the vectors are for a layer of these sizes."""
+        for name, size in (("k_mean", head_size), ("k_scale", head_size), ("v_mean", head_size_v)):
+            shape = tuple(getattr(self, name).shape)
+            if shape != (num_kv_heads, size):
+                raise ValueError(f"calibration: expected {name} of shape {(num_kv_heads, size)}, got {shape}")
+
+    def stored(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what the cache holds of keys [..., num_kv_heads, head_size] and values, in their dtype."""
+        stored_key = ((key - self.k_mean) * self.k_scale).to(key.dtype)
+        return stored_key, (value - self.v_mean).to(value.dtype)
+
+    def restored(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Invert `stored`."""
+        return (key / self.k_scale + self.k_mean).to(key.dtype), (value + self.v_mean).to(value.dtype)
+
+    def asked(self, query: torch.Tensor) -> torch.Tensor:
+        """Return the queries that read stored keys: [num_tokens, num_query_heads, head_size], in their dtype."""
+        return (self._grouped(query) / self.k_scale[:, None]).to(query.dtype).view(query.shape)
+
+    def attend(
+        self,
+        attend: Callable[..., Any],
+        query: torch.Tensor,
+        *,
+        key: torch.Tensor | None = None,
+        value: torch.Tensor | None = None,
+        softmax_scale: float | None = None,
+        softcap: float = 0.0,
+        sinks: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        output_scale: torch.Tensor | None = None,
+        return_lse: bool = False,
+        **options: Any,
+    ) -> Any:
+        """Attend plain queries to a cache that holds what `stored` returned.
+
+        Args:
+            attend: called as attend(query, key=..., value=..., softmax_scale=..., **options), which is
+                `nibblekv.paged_attention` but for the arguments that say where the pages are; raw_key and raw_value, if
+                any, hold rows from `stored`.
+            query: [num_tokens, num_query_heads, head_size]; key, value: the queries' own, as the model made them.
+            sinks: a sink's logit is compared with the scores of plain keys, so it is weighed here, not by the kernel.
+            softmax_scale, softcap, out, output_scale, return_lse: of `nibblekv.paged_attention`.
+
+        Returns:
+            As `nibblekv.paged_attention` of a cache that holds plain keys and values.
+
+        Raises:
+            ValueError: softcap with key means other than 0: a bent score does see the constant.
+        """
+        if softcap:
+            if self._has_k_mean:
+                raise ValueError(f"softcap: expected 0 with a calibration that has key means, got {softcap}")
+            options["softcap"] = softcap
+        if softmax_scale is None:
+            softmax_scale = query.shape[-1] ** -0.5
+        if key is not None and value is not None:
+            options["key"], options["value"] = self.stored(key, value)
+        if out is not None and output_scale is None:
+            options["out"] = out
+        if not (return_lse or sinks is not None):
+            result = attend(self.asked(query), softmax_scale=softmax_scale, **options)
+            self._grouped(result).add_(self.v_mean[:, None])
+            return _scaled(result, out, output_scale)
+        result, lse = attend(self.asked(query), softmax_scale=softmax_scale, return_lse=True, **options)
+        shift = (self._grouped(query).float() * self.k_mean[:, None]).sum(-1).view(lse.shape)
+        lse = lse + softmax_scale * shift
+        share = (lse > -torch.inf).to(lse.dtype)  # of the probability that goes to keys
+        if sinks is not None:
+            total = torch.logaddexp(lse, sinks.to(lse.dtype))
+            share = torch.exp(lse - total)
+            lse = total
+        mixed = self._grouped(share[..., None]) * (self._grouped(result).float() + self.v_mean[:, None])
+        result.copy_(mixed.view(result.shape))
+        result = _scaled(result, out, output_scale)
+        return (result, lse) if return_lse else result
+
+    @functools.cached_property
+    def _has_k_mean(self) -> bool:
+        return bool(self.k_mean.any())
+
+    def _grouped(self, x: torch.Tensor) -> torch.Tensor:
+        """View [num_tokens, num_query_heads, n] as [num_tokens, num_kv_heads, query heads of each, n]."""
+        return x.unflatten(1, (self.k_mean.shape[0], -1))
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The vectors of a model's layers, and where they come from.
+
+    Attributes:
+        layers: of the layers that keep a cache, in order.
+        model: `fingerprint` of the model.
+        positions: the statistics were taken at positions below this.
+        source: of the text, for people.
+    """
+
+    layers: tuple[LayerCalibration, ...]
+    model: str
+    positions: int
+    source: str
+
+    def save(self, path: Path | str) -> None:
+        """Write a safetensors file, whole or not at all."""
+        from safetensors.torch import save
+
+        path = Path(path)
+        tensors = {
+            f"{name}.{i}": getattr(layer, name).contiguous().cpu() for i, layer in enumerate(self.layers) for name in _FIELDS
+        }
+        metadata = {
+            "format": FILE_FORMAT,
+            "version": str(FILE_VERSION),
+            "model": self.model,
+            "positions": str(self.positions),
+            "source": self.source,
+        }
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}-", delete=False) as file:
+            try:
+                file.write(save(tensors, metadata))
+                file.flush()
+                os.chmod(file.name, 0o644)
+                os.replace(file.name, path)
+            except BaseException:
+                os.unlink(file.name)
+                raise
+
+    @classmethod
+    def load(cls, path: Path | str, model: str | None = None) -> Calibration:
+        """Read a file that `save` wrote, and check all of it.
+
+        Args:
+            model: the `fingerprint` that the file must name; None takes any.
+
+        Raises:
+            FileNotFoundError: no such file.
+            ValueError: not a calibration, another version or model, or figures that are none.
+        """
+        from safetensors import SafetensorError, safe_open
+
+        if not Path(path).is_file():
+            raise FileNotFoundError(f"calibration: no such file: {path}")
+        try:
+            with safe_open(path, framework="pt") as file:
+                metadata = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except (SafetensorError, ValueError, json.JSONDecodeError) as error:
+            raise ValueError(f"calibration: expected a whole safetensors file, got {path}: {error}") from error
+
+        def refuse(expected: str, got: object) -> ValueError:
+            return ValueError(f"calibration: expected {expected}, got {got} in {path}")
+
+        if metadata.get("format") != FILE_FORMAT:
+            raise refuse(f"a file that `nibblekv calibrate` wrote (format {FILE_FORMAT})", metadata.get("format"))
+        if metadata.get("version") != str(FILE_VERSION):
+            raise refuse(f"version {FILE_VERSION}", metadata.get("version"))
+        if not metadata.get("positions", "").isdecimal() or "model" not in metadata or "source" not in metadata:
+            raise refuse("model, positions and source in the file's metadata", sorted(metadata))
+        if model is not None and metadata["model"] != model:
+            raise refuse(f"the calibration of this model ({model})", f"that of another ({metadata['model']})")
+        num_layers = len(tensors) // len(_FIELDS)
+        names = {f"{name}.{i}" for i in range(num_layers) for name in _FIELDS}
+        if not names or names != set(tensors):
+            raise refuse(
+                f"{', '.join(_FIELDS)} of every layer", f"{len(tensors)} tensors, among them {min(tensors, default=None)}"
+            )
+        for name, tensor in tensors.items():
+            if tensor.dtype != torch.float32 or tensor.dim() != 2 or not tensor.numel():
+                raise refuse(f"{name} of [num_kv_heads, head_size] float32", f"{list(tensor.shape)} {tensor.dtype}")
+            if not bool(torch.isfinite(tensor).all()):
+                raise refuse(f"finite numbers in {name}", "NaN or infinity")
+        layers = []
+        for i in range(num_layers):
+            layer = LayerCalibration(*(tensors[f"{name}.{i}"] for name in _FIELDS))
+            layer.check(layer.k_mean.shape[0], layer.k_mean.shape[1], layer.v_mean.shape[1])
+            low, high = float(layer.k_scale.min()), float(layer.k_scale.max())
+            if low < 1 / MAX_SCALE or high > MAX_SCALE:
+                raise refuse(f"k_scale.{i} from 1/{MAX_SCALE:.0f} to {MAX_SCALE:.0f}", f"{low:.2g} to {high:.2g}")
+            layers.append(layer)
+        return cls(tuple(layers), metadata["model"], int(metadata["positions"]), metadata["source"])
+
+
+def fingerprint(model: torch.nn.Module) -> str:
+    """Return 16 hex digits that name a model's weights, the same in every engine and for every quantization of its matrices.
+
+    They are of the values of all one-dimensional weights (of the norms), rounded to bfloat16: no engine fuses, splits or
+    quantizes those, and every training changes them.
+    """
+    digests = sorted(
+        hashlib.sha256(parameter.detach().to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes()).digest()
+        for name, parameter in model.named_parameters()
+        if parameter.dim() == 1 and name.endswith(".weight")
+    )
+    return hashlib.sha256(b"".join(digests)).hexdigest()[:16]
+
+
+def save_path(model: PreTrainedModel) -> Path:
+    """Return where a model's calibration belongs: beside its weights, or, where no folder can be written, in the cache."""
+    folder = Path(model.config._name_or_path)
+    if folder.is_dir() and os.access(folder, os.W_OK):
+        return folder / FILE_NAME
+    return _cached_path(fingerprint(model))
+
+
+def find_calibration(model: PreTrainedModel) -> Path | None:
+    """Return the calibration file of a model where `save_path` may have put it, or None."""
+    beside = Path(model.config._name_or_path) / FILE_NAME
+    if beside.is_file():
+        return beside
+    cached = _cached_path(fingerprint(model))
+    return cached if cached.is_file() else None
+
+
+def calibrate(
+    model: PreTrainedModel,
+    windows: torch.Tensor,
+    *,
+    source: str,
+    positions: int | None = None,
+    progress: Progress | None = None,
+) -> Calibration:
+    """Take the statistics of a model's queries, keys and values on windows of text.
+
+    Args:
+        windows: [N, window] int64 tokens, each run by itself, unquantized, at positions of its own: the windows are spread
+            over all positions, early ones more densely, and irregularly, so that no rotary frequency is in step with them.
+        source: name of the text.
+        positions: the positions to cover, default all that the model has.
+
+    Raises:
+        ValueError: positions that the model does not have, or fewer than a window.
+        NotImplementedError: a model that `attach` refuses.
+    """
+    from nibblekv.integrations.transformers import attach, detach
+    from nibblekv.peers import cache_argument
+
+    config: Any = model.config.get_text_config(decoder=True)
+    num_windows, window = windows.shape
+    available = getattr(config, "max_position_embeddings", None)
+    positions = positions or available or window
+    if not window <= positions <= (available or positions):
+        raise ValueError(f"positions: expected from {window}, a window, to {available}, the model's, got {positions}")
+    if window <= UNCOUNTED_TOKENS:
+        raise ValueError(f"windows: expected more than {UNCOUNTED_TOKENS} tokens each, got {window}")
+    jitter = torch.rand(num_windows, generator=torch.Generator().manual_seed(_SEED))
+    fraction = (torch.arange(num_windows) + jitter) / num_windows
+    starts = (fraction**_EARLY_POSITIONS * (positions - window + 1)).long()
+    statistics: dict[int, _Statistics] = {}
+
+    def observe(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: dict[str, Any]) -> None:
+        taken = statistics.setdefault(layer, _Statistics())
+        taken.add(query[UNCOUNTED_TOKENS:], key[UNCOUNTED_TOKENS:], value[UNCOUNTED_TOKENS:])
+        taken.softcap = taken.softcap or bool(options.get("softcap"))
+
+    try:
+        for i, (row, start) in enumerate(zip(windows, starts.tolist(), strict=True)):
+            # A window is attended in one call, and a call's own keys are read as they came: the format does not matter.
+            cache = attach(model, "int8_per_token_head", window=0, sinks=0, calibration=None)
+            cache.observe = observe
+            position_ids = torch.arange(start, start + window, device=model.device)[None]
+            with torch.inference_mode():
+                model.base_model(row[None].to(model.device), position_ids=position_ids, **cache_argument(model, cache))
+            if progress is not None:
+                progress("calibrate", i + 1, num_windows)
+    finally:
+        detach(model)
+    layers = tuple(statistics[i].vectors() for i in sorted(statistics))
+    return Calibration(layers, fingerprint(model), positions, source)
+
+
+class _Statistics:
+    """Sums over tokens of one layer, float64."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.softcap = False
+        self.sums: tuple[torch.Tensor, ...] = ()
+
+    def add(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Take tokens: query [T, num_query_heads, head_size]; key [T, num_kv_heads, head_size]; value."""
+        query, key, value = query.double(), key.double(), value.double()
+        of_heads = query.square().unflatten(1, (key.shape[1], -1)).mean(2)
+        sums = tuple(x.sum(0).cpu() for x in (key, key.square(), of_heads, value))
+        self.sums = tuple(a + b for a, b in zip(self.sums, sums, strict=True)) if self.sums else sums
+        self.count += query.shape[0]
+
+    def vectors(self) -> LayerCalibration:
+        """Return the vectors that the statistics give."""
+        k_mean, k_energy, q_energy, v_mean = (x / self.count for x in self.sums)
+        if self.softcap:
+            k_mean = torch.zeros_like(k_mean)
+        k_energy = k_energy - k_mean.square()
+        k_energy, q_energy = (x.clamp(min=_ENERGY_FLOOR * x.mean(-1, keepdim=True)) for x in (k_energy, q_energy))
+        k_scale = (q_energy / k_energy) ** 0.25
+        middle = k_scale.median(-1, keepdim=True).values
+        k_scale = k_scale.clamp(min=middle / _SCALE_SPREAD, max=middle * _SCALE_SPREAD)
+        k_scale = k_scale / k_scale.mean(-1, keepdim=True)
+        return LayerCalibration(*(x.float() for x in (k_mean, k_scale, v_mean)))
+
+
+def _cached_path(model: str) -> Path:
+    from nibblekv.models import cache_directory
+
+    return cache_directory() / "calibrations" / f"{model}.safetensors"
+
+
+def _scaled(result: torch.Tensor, out: torch.Tensor | None, output_scale: torch.Tensor | None) -> torch.Tensor:
+    """Return the output, divided and saturated where it is to be stored in 8 bits."""
+    if output_scale is None:
+        return result
+    scaled = (result.float() / output_scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+    return scaled if out is None else out.copy_(scaled)

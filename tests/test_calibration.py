@@ -1,0 +1,410 @@
+"""Calibration: the same attention from mapped keys and values, files that are whole or refused, and better answers."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from nibblekv import KVCacheLayout
+from nibblekv.cache import PagedKVCache
+from nibblekv.calibration import UNCOUNTED_TOKENS, Calibration, LayerCalibration, calibrate, find_calibration, fingerprint
+
+transformers = pytest.importorskip("transformers")
+
+from safetensors.torch import load_file, save_file  # noqa: E402
+from tiny_models import save_tiny_model  # noqa: E402
+
+from nibblekv.evaluation import evaluate, load_text, text_windows  # noqa: E402
+from nibblekv.integrations.transformers import attach, detach  # noqa: E402
+from nibblekv.models import load_model  # noqa: E402
+from nibblekv.peers import cache_argument  # noqa: E402
+
+HEADS, QUERY_HEADS, SIZE, SIZE_V = 2, 6, 64, 40
+LENGTHS = (23, 37)
+
+
+def random_layer(seed: int = 0, heads: int = HEADS, size: int = SIZE, size_v: int = SIZE_V) -> LayerCalibration:
+    generator = torch.Generator().manual_seed(seed)
+    k_mean, noise = (3 * torch.randn(heads, size, generator=generator) for _ in range(2))
+    return LayerCalibration(k_mean, torch.exp(0.3 * noise), 2 * torch.randn(heads, size_v, generator=generator))
+
+
+def attention_oracle(query, keys, values, sinks=None, slopes=None):
+    """Attend plain queries to plain keys and values of each sequence, float64; return (out, lse)."""
+    outs, lses, begin = [], [], 0
+    for key, value in zip(keys, values, strict=True):
+        length = key.shape[0]
+        q = query[begin : begin + length].double().unflatten(1, (HEADS, -1))
+        score = torch.einsum("qhgd,khd->hgqk", q, key.double()) * SIZE**-0.5
+        distance = torch.arange(length)[None] - torch.arange(length)[:, None]
+        if slopes is not None:
+            score = score + slopes.double().view(HEADS, -1, 1, 1) * distance
+        score = score.masked_fill(distance > 0, -torch.inf)
+        if sinks is not None:
+            score = torch.cat((score, sinks.double().view(HEADS, -1, 1, 1).expand(-1, -1, length, 1)), -1)
+        lses.append(score.logsumexp(-1).permute(2, 0, 1).flatten(1))
+        weight = score.softmax(-1)[..., :length]
+        outs.append(torch.einsum("hgqk,khd->qhgd", weight, value.double()).flatten(1, 2))
+        begin += length
+    return torch.cat(outs), torch.cat(lses)
+
+
+def filled_cache(layer, format="int4", dtype=torch.float32, **options):
+    """Return a cache with two sequences, the step that wrote them, and the tokens: query, key, value."""
+    layout = KVCacheLayout.create(format, num_kv_heads=HEADS, head_size=SIZE, head_size_v=SIZE_V, block_size=16)
+    cache = PagedKVCache(layout, calibrations=[layer], raw_dtype=dtype, **options)
+    generator = torch.Generator().manual_seed(1)
+    total = sum(LENGTHS)
+    query, key, value = (
+        torch.randn(total, heads, size, generator=generator).to(dtype)
+        for heads, size in ((QUERY_HEADS, SIZE), (HEADS, SIZE), (HEADS, SIZE_V))
+    )
+    key, value = (key + 3).to(dtype), (value - 2).to(dtype)
+    return cache, cache.append(cache.add_sequences(2), key, value, LENGTHS), query, key, value
+
+
+@pytest.mark.parametrize("options", [{}, {"sinks": True}, {"slopes": True}], ids=["plain", "sinks", "alibi"])
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_attention_is_that_of_the_restored_keys_and_values(options, backend):
+    """Catches a constant that reaches the softmax, the output or the log-sum-exp: the oracle reads the same pages."""
+    cache, step, query, _, _ = filled_cache(random_layer(), backend=backend)
+    generator = torch.Generator().manual_seed(2)
+    sinks = 9 * torch.randn(QUERY_HEADS, generator=generator) if "sinks" in options else None
+    slopes = torch.rand(QUERY_HEADS, generator=generator) if "slopes" in options else None
+    stored = [cache.gather(seq_id) for seq_id in cache.seq_ids]
+    expected, expected_lse = attention_oracle(query, *zip(*stored, strict=True), sinks, slopes)
+    asked = {"sinks": sinks, "alibi_slopes": slopes}
+    limit = 1e-5 if backend == "reference" else 1e-3
+    for repeat in range(2):  # the second call skips the checks
+        out = cache.attend(step, query, **asked)
+        assert (out - expected).norm() <= limit * expected.norm(), repeat
+    poisoned = torch.full_like(out, torch.nan)
+    out, lse = cache.attend(step, query, out=poisoned, return_lse=True, **asked)
+    assert out is poisoned
+    assert (out - expected).norm() <= limit * expected.norm()
+    assert (lse - expected_lse).abs().max() <= 100 * limit
+
+
+def test_what_is_kept_unquantized_shares_the_constant():
+    """Catches raw rows that were not mapped: scores of pages and window would differ by q.k_mean."""
+    for window, sinks in ((5, 3), (64, 0)):
+        cache, step, query, key, value = filled_cache(random_layer(), "int8_per_token_head", window=window, sinks=sinks)
+        expected, _ = attention_oracle(query, key.split(LENGTHS), value.split(LENGTHS))
+        out = cache.attend(step, query, key=key, value=value, strict=True)
+        assert (out - expected).norm() <= (1e-5 if window == 64 else 0.03) * expected.norm()
+        raw = cache.attend(step, query, key=key, value=value)
+        assert (raw - expected).norm() <= 1e-5 * expected.norm()
+
+
+def test_a_calibration_for_the_keys_makes_them_easier_to_store():
+    """Catches a mean that is added instead of taken away, and a scale used the wrong way round."""
+    errors = []
+    generator = torch.Generator().manual_seed(3)
+    spread = torch.exp(torch.randn(HEADS, SIZE, generator=generator))
+    mean, v_mean = 20 * torch.randn(HEADS, SIZE, generator=generator), 20 * torch.ones(HEADS, SIZE_V)
+    for layer in (None, LayerCalibration(mean, spread**-0.5, v_mean)):
+        cache, step, query, key, value = filled_cache(None)
+        cache.calibrations[0] = layer
+        key, value, query = key * spread + mean, value + v_mean, query
+        cache.write(step, key, value)
+        expected, _ = attention_oracle(query, key.split(LENGTHS), value.split(LENGTHS))
+        errors.append(float((cache.attend(step, query) - expected).norm() / (expected - 18).norm()))
+    assert errors[1] < 0.2 * errors[0]
+
+
+def test_sixteen_bit_tensors_keep_their_dtype():
+    cache, step, query, key, value = filled_cache(random_layer(), "int8_per_token_head", torch.bfloat16, window=4)
+    expected, _ = attention_oracle(query, key.split(LENGTHS), value.split(LENGTHS))
+    out = cache.attend(step, query, key=key, value=value)
+    assert out.dtype == torch.bfloat16
+    assert (out - expected).norm() <= 0.01 * expected.norm()
+
+
+def test_an_eight_bit_output_is_scaled_after_the_mean_is_added():
+    cache, step, query, _, _ = filled_cache(random_layer())
+    expected, scale = cache.attend(step, query), torch.tensor([0.25])
+    out = torch.zeros(expected.shape, dtype=torch.float8_e4m3fn)
+    assert cache.attend(step, query, out=out, output_scale=scale) is out
+    for found in (out, cache.attend(step, query, output_scale=scale)):
+        assert (found.float() * scale - expected).norm() <= 0.03 * expected.norm()
+
+
+def test_a_bent_score_sees_key_means_and_refuses_them():
+    layer = random_layer()
+    cache, step, query, _, _ = filled_cache(layer)
+    with pytest.raises(ValueError, match=r"softcap: expected 0 with a calibration that has key means, got 30"):
+        cache.attend(step, query, softcap=30.0)
+    without = dataclasses.replace(layer, k_mean=torch.zeros_like(layer.k_mean))
+    cache, step, query, _, _ = filled_cache(without, "int8_per_token_head")
+    plain, plain_step, *_ = filled_cache(None, "int8_per_token_head")
+    out, expected = cache.attend(step, query, softcap=2.0), plain.attend(plain_step, query, softcap=2.0)
+    assert (out - expected).norm() <= 0.03 * expected.norm()
+
+
+def test_a_layer_of_another_size_is_refused():
+    layer = random_layer(heads=HEADS + 1)
+    with pytest.raises(ValueError, match=r"calibration: expected k_mean of shape \(2, 64\), got \(3, 64\)"):
+        filled_cache(layer)
+
+
+def tiny_calibration(model="0123456789abcdef") -> Calibration:
+    return Calibration(tuple(random_layer(seed) for seed in range(3)), model, 4096, "a text")
+
+
+def test_a_file_gives_back_what_was_saved(tmp_path: Path):
+    saved = tiny_calibration()
+    saved.save(tmp_path / "new folder" / "c.safetensors")
+    assert [path.name for path in (tmp_path / "new folder").iterdir()] == ["c.safetensors"]
+    found = Calibration.load(tmp_path / "new folder" / "c.safetensors", saved.model)
+    assert (found.model, found.positions, found.source) == (saved.model, 4096, "a text")
+    assert len(found.layers) == 3
+    for a, b in zip(found.layers, saved.layers, strict=True):
+        assert all(torch.equal(getattr(a, name), getattr(b, name)) for name in ("k_mean", "k_scale", "v_mean"))
+
+
+def spoil(name: str, value):
+    """Return an edit that replaces a tensor, or drops it."""
+
+    def edit(tensors, metadata):
+        tensors.pop(name)
+        if value is not None:
+            tensors[name] = value
+
+    return edit
+
+
+def with_number(name: str, number: float):
+    def edit(tensors, metadata):
+        tensors[name][1, 7] = number
+
+    return edit
+
+
+HOSTILE = {
+    "nan": (with_number("k_mean.1", torch.nan), "finite numbers in k_mean.1"),
+    "infinity": (with_number("v_mean.2", torch.inf), "finite numbers in v_mean.2"),
+    "zero scale": (with_number("k_scale.0", 0.0), "k_scale.0 from 1/65536 to 65536, got 0 to"),
+    "negative scale": (with_number("k_scale.0", -1.0), "k_scale.0 from"),
+    "huge scale": (with_number("k_scale.0", 1e30), "k_scale.0 from"),
+    "missing": (spoil("k_mean.1", None), "k_mean, k_scale, v_mean of every layer"),
+    "shape": (spoil("k_scale.1", torch.ones(HEADS, SIZE + 1)), "k_scale of shape"),
+    "heads": (spoil("v_mean.1", torch.ones(HEADS + 1, SIZE_V)), "v_mean of shape"),
+    "dimensions": (spoil("k_mean.1", torch.ones(HEADS * SIZE)), r"k_mean.1 of \[num_kv_heads, head_size\] float32"),
+    "empty": (spoil("k_mean.1", torch.ones(0, SIZE)), r"k_mean.1 of \[num_kv_heads, head_size\] float32"),
+    "dtype": (spoil("k_mean.1", torch.ones(HEADS, SIZE, dtype=torch.int64)), "k_mean.1 of .* float32"),
+    "no metadata": (lambda tensors, metadata: metadata.clear(), "a file that `nibblekv calibrate` wrote"),
+    "version": (lambda tensors, metadata: metadata.update(version="2"), "version 1, got 2"),
+    "positions": (lambda tensors, metadata: metadata.update(positions="-1"), "model, positions and source"),
+    "no model": (lambda tensors, metadata: metadata.pop("model"), "model, positions and source"),
+    "other model": (lambda tensors, metadata: metadata.update(model="f" * 16), "the calibration of this model"),
+    "no tensors": (lambda tensors, metadata: tensors.clear(), "of every layer, got 0 tensors"),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_broken_file_is_refused_in_one_sentence(tmp_path: Path, case: str):
+    """Catches a file that is half believed: NaN, zero scales or another model's vectors would spoil every answer."""
+    path = tmp_path / "c.safetensors"
+    tiny_calibration().save(path)
+    edit, message = HOSTILE[case]
+    metadata = {
+        "format": "nibblekv-calibration",
+        "version": "1",
+        "model": "0123456789abcdef",
+        "positions": "9",
+        "source": "t",
+    }
+    tensors = load_file(path)
+    edit(tensors, metadata)
+    save_file(tensors, path, metadata)
+    with pytest.raises(ValueError, match=message) as caught:
+        Calibration.load(path, "0123456789abcdef")
+    assert "\n" not in str(caught.value)
+
+
+def test_files_that_are_no_safetensors_are_refused(tmp_path: Path):
+    path = tmp_path / "c.safetensors"
+    tiny_calibration().save(path)
+    whole = path.read_bytes()
+    for broken in (b"", whole[:4], whole[:-1], whole[: len(whole) // 2], b"\xff" * 64, whole + b"more", b"{}" * 40):
+        path.write_bytes(broken)
+        with pytest.raises(ValueError, match="expected a whole safetensors file"):
+            Calibration.load(path)
+    with pytest.raises(FileNotFoundError, match="calibration: no such file"):
+        Calibration.load(tmp_path)
+
+
+def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = tmp_path / "c.safetensors"
+    path.write_text("old")
+    monkeypatch.setattr("os.replace", lambda *paths: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        tiny_calibration().save(path)
+    assert [p.name for p in tmp_path.iterdir()] == ["c.safetensors"]
+    assert path.read_text() == "old"
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory):
+    folder = save_tiny_model(tmp_path_factory.mktemp("tiny"))
+    return *load_model(str(folder), torch.float32), folder
+
+
+@pytest.fixture(scope="module")
+def windows(tiny) -> torch.Tensor:
+    return text_windows(tiny[1], [load_text("bible")], 6, 96)
+
+
+@pytest.fixture(scope="module")
+def found(tiny, windows) -> Calibration:
+    return calibrate(tiny[0], windows, source="bible")
+
+
+def test_the_fingerprint_is_of_the_weights_not_of_their_dtype(tiny):
+    model, _, folder = tiny
+    rounded, _ = load_model(str(folder), torch.bfloat16)
+    assert fingerprint(rounded) == fingerprint(rounded.float()) == fingerprint(model)
+    other = load_model(str(folder), torch.float32)[0]
+    with torch.no_grad():
+        other.model.norm.weight[0] += 0.1
+    assert fingerprint(other) != fingerprint(model)
+
+
+def test_statistics_are_those_of_the_models_keys_and_values(tiny, windows):
+    """Catches keys taken before their rotary embedding, first tokens that are counted, and positions that do not spread."""
+    model, _, _ = tiny
+    one = calibrate(model, windows[:1], source="", positions=windows.shape[1])
+    cache = transformers.DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(windows[:1], **cache_argument(model, cache))
+    assert len(one.layers) == len(cache.layers) == 2
+    for layer, kept in zip(one.layers, cache.layers, strict=True):
+        key, value = kept.keys[0, :, UNCOUNTED_TOKENS:], kept.values[0, :, UNCOUNTED_TOKENS:]
+        torch.testing.assert_close(layer.k_mean, key.mean(1), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(layer.v_mean, value.mean(1), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(layer.k_scale.mean(-1), torch.ones(2))
+    spread = calibrate(model, windows, source="")
+    assert spread.positions == 4096
+    fast, slow = spread.layers[1].k_mean[:, 4], spread.layers[1].k_mean[:, 15]  # a turn in 60 tokens, and in 35,000
+    assert fast.abs().max() < slow.abs().max()
+
+
+def test_impossible_positions_are_refused(tiny, windows):
+    model, _, _ = tiny
+    for positions in (95, 4097):
+        with pytest.raises(ValueError, match=rf"positions: expected from 96, a window, to 4096, .* got {positions}"):
+            calibrate(model, windows, source="", positions=positions)
+    with pytest.raises(ValueError, match="windows: expected more than 8 tokens each, got 8"):
+        calibrate(model, windows[:, :8], source="")
+    assert model.config._attn_implementation != "nibblekv"
+
+
+def test_channels_that_are_always_zero_give_finite_scales(tiny, windows):
+    """Catches 0 / 0: Gemma has channels in which queries and keys are exactly zero."""
+    model = load_model(str(tiny[2]), torch.float32)[0]
+    with torch.no_grad():
+        for layer in model.model.layers:
+            for matrix in (layer.self_attn.q_proj, layer.self_attn.k_proj):
+                matrix.weight.view(-1, 2, 16, 128)[:, :, 5] = 0
+    for layer in calibrate(model, windows[:2], source="").layers:
+        assert bool(torch.isfinite(layer.k_scale).all())
+        assert float(layer.k_scale.min()) > 1e-3
+        assert float(layer.k_scale.max()) < 1e3
+
+
+def logits(model, ids, cuts=(), **options):
+    """Return the logits of ids [1, n] from a cache that takes them in chunks."""
+    cache = attach(model, **{"block_size": 16, "strict": True, "window": 0, "sinks": 0, **options})
+    with torch.no_grad():
+        parts = [model(part, **cache_argument(model, cache)).logits for part in ids.tensor_split(list(cuts), 1)]
+    detach(model)
+    return torch.cat(parts, 1)
+
+
+def test_answers_do_not_depend_on_how_a_prompt_is_cut(tiny, windows, found):
+    """Catches a chunk or a decoded token that is mapped differently from a prompt."""
+    model, _, _ = tiny
+    ids = windows[:1, :80]
+    for options in ({}, {"window": 8, "sinks": 3}):
+        whole = logits(model, ids, calibration=found, **options)
+        cut = logits(model, ids, cuts=(50, 76, 77, 78), calibration=found, **options)
+        assert (whole - cut).norm() <= 5e-3 * whole.norm()
+
+
+def test_attach_finds_a_saved_calibration_unless_told_otherwise(tiny, windows, found, tmp_path, monkeypatch):
+    """Catches a file that is saved and ignored, or read where the caller asked for none."""
+    monkeypatch.setenv("NIBBLEKV_CACHE", str(tmp_path / "cache"))
+    folder = save_tiny_model(tmp_path / "model")
+    model, _ = load_model(str(folder), torch.float32)
+    assert find_calibration(model) is None
+    assert attach(model).calibration is None
+    for path in (
+        folder / "nibblekv-calibration.safetensors",
+        tmp_path / "cache/calibrations" / f"{found.model}.safetensors",
+    ):
+        found.save(path)
+        assert find_calibration(model) == path
+        for given in ("auto", path, str(path), found):
+            cache = attach(model, calibration=given)
+            assert torch.equal(cache.calibration.layers[1].k_scale, found.layers[1].k_scale)
+        assert attach(model, calibration=None).calibration is None
+        path.unlink()
+    with pytest.raises(ValueError, match=r"calibration: expected 2 layers, as the model caches, got 3"):
+        attach(model, calibration=tiny_calibration(found.model))
+    found.save(tmp_path / "other.safetensors")
+    with torch.no_grad():
+        model.model.norm.weight[0] += 0.1
+    with pytest.raises(ValueError, match=r"calibration: expected the calibration of this model"):
+        attach(model, calibration=tmp_path / "other.safetensors")
+    detach(model)
+
+
+def test_eval_takes_the_saved_calibration_where_the_format_asks_for_it(tiny, windows, found, tmp_path, monkeypatch):
+    monkeypatch.setenv("NIBBLEKV_CACHE", str(tmp_path))
+    model, _, _ = tiny
+    (missing,) = evaluate(model, ["int4+calib"], windows[:1], model_name="tiny")
+    assert "nibblekv calibrate" in missing["note"]
+    found.save(tmp_path / "calibrations" / f"{found.model}.safetensors")
+    rows = evaluate(model, ["int4", "int4+calib", "int4+w8s4+calib"], windows[:1], model_name="tiny")
+    assert len({row["kl_mean"] for row in rows}) == 3
+    assert rows[2]["kl_mean"] < rows[1]["kl_mean"]
+    assert all(row["bits_per_value"] == rows[0]["bits_per_value"] for row in rows)
+
+
+def biased_qwen2(norm: float = 900.0):
+    """Return a random model of Qwen2's shape whose first layer's keys have a bias, where real ones have theirs: in the
+    slowest of the rotary frequencies. Large embeddings make its answers depend on more than rounding.
+    """
+    torch.manual_seed(0)
+    config = transformers.Qwen2Config(
+        vocab_size=256, hidden_size=256, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=2048, rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+    )  # fmt: skip
+    model = transformers.Qwen2ForCausalLM(config).eval()
+    with torch.no_grad():
+        model.model.embed_tokens.weight.mul_(4)
+        slow = torch.randn(2, 2, 32)
+        slow[..., :28] = 0
+        bias = norm * slow / slow.norm(dim=(1, 2), keepdim=True)
+        model.model.layers[0].self_attn.k_proj.bias.copy_(bias.flatten())
+    return model
+
+
+def test_keys_with_a_large_bias_keep_their_answers():
+    """Catches a cache that breaks Qwen2: four bits of such a key are spent on a constant."""
+    model = biased_qwen2()
+    ids = torch.randint(0, 256, (2, 160))
+    found = calibrate(model, torch.randint(0, 256, (16, 64)), source="random tokens")
+    with torch.no_grad():
+        expected = model(ids).logits.argmax(-1)
+
+    def agreement(format, **options):
+        guess = torch.cat([logits(model, row[None], format=format, **options) for row in ids]).argmax(-1)
+        return float((guess == expected).double().mean())
+
+    assert agreement("int4_per_token_head", calibration=None) < 0.6
+    assert agreement("int4", calibration=found) >= 0.9
+    assert agreement("int4", calibration=found, window=32, sinks=4) >= 0.95
