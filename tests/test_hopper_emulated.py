@@ -104,7 +104,8 @@ SHAPES = {
     "d64": (64, 32, (65, 90), 8, 1, 2),
     "d256": (256, 16, (3, 77), 8, 1, 1),
 }
-FORMAT_PAIRS = [*FORMATS, "int8_per_token_head/int4", "int4_per_token_head/fp8_per_token_head"]
+SERVED = [name for name, fmt in FORMATS.items() if fmt.code in launch.CODES]
+FORMAT_PAIRS = [*SERVED, "int8_per_token_head/int4", "int4_per_token_head/fp8_per_token_head"]
 CASES = [("d128", name, page) for name in FORMAT_PAIRS for page in ("planar", "interleaved")]
 CASES += [
     (shape, name, page)
