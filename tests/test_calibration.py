@@ -317,7 +317,7 @@ def test_channels_that_are_always_zero_give_finite_scales(tiny, windows):
 
 def logits(model, ids, cuts=(), **options):
     """Return the logits of ids [1, n] from a cache that takes them in chunks."""
-    cache = attach(model, **{"block_size": 16, "strict": True, **options})
+    cache = attach(model, **{"block_size": 16, "strict": True, "window": 0, "sinks": 0, **options})
     with torch.no_grad():
         parts = [model(part, **cache_argument(model, cache)).logits for part in ids.tensor_split(list(cuts), 1)]
     detach(model)
@@ -374,7 +374,7 @@ def test_eval_takes_the_saved_calibration_where_the_format_asks_for_it(tiny, win
     assert all(row["bits_per_value"] == rows[0]["bits_per_value"] for row in rows)
 
 
-def biased_qwen2(norm: float = 900.0):
+def biased_qwen2(norm: float = 3000.0):
     """Return a random model of Qwen2's shape whose first layer's keys have a bias, where real ones have theirs: in the
     slowest of the rotary frequencies. Large embeddings make its answers depend on more than rounding.
     """
@@ -385,7 +385,7 @@ def biased_qwen2(norm: float = 900.0):
     )  # fmt: skip
     model = transformers.Qwen2ForCausalLM(config).eval()
     with torch.no_grad():
-        model.model.embed_tokens.weight.mul_(4)
+        model.model.embed_tokens.weight.mul_(8)
         slow = torch.randn(2, 2, 32)
         slow[..., :28] = 0
         bias = norm * slow / slow.norm(dim=(1, 2), keepdim=True)
@@ -407,4 +407,4 @@ def test_keys_with_a_large_bias_keep_their_answers():
 
     assert agreement("int4_per_token_head", calibration=None) < 0.6
     assert agreement("int4", calibration=found) >= 0.95
-    assert agreement("int4", calibration=found, window=32, sinks=4) >= 0.97
+    assert agreement("int4", calibration=found, window=32, sinks=4) >= 0.98

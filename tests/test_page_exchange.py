@@ -58,6 +58,7 @@ for path in {[str(path) for path in files.values()]!r}:
     print(check(Path(path), ["triton"]))
 """
     environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     done = subprocess.run(
         [sys.executable, "-c", script],
         cwd=Path(__file__).parent,

@@ -77,7 +77,7 @@ def test_needles_lie_spread_in_the_text_and_are_all_asked_for(letters):
     needles = dict(re.findall(r"Note: (\w+) (\d{4})\.", book))
     assert len(needles) == 20
     assert set(needles) <= set(THINGS)
-    questions = re.findall(r"Note: (\w+) (\d{4})\.\n", asked)
+    questions = re.findall(r"Note: (\w+) (\d{4})", asked)
     assert dict(questions) == needles
     assert [thing for thing, _ in questions] != list(needles)
     assert [letters.decode(sheet.tokens[b:e]) for b, e in sheet.answers] == [number for _, number in questions[UNSCORED:]]
@@ -103,7 +103,8 @@ def test_questions_are_asked_in_an_order_of_their_own(letters):
     sheet, other = question_sheet(letters, 0), question_sheet(letters, 1)
     assert len(questions) == 64
     assert len(sheet.answers) == 60
-    asked = re.findall(r"Q: (.*)\nA: (.*)\n", letters.decode(sheet.tokens))
+    assert len(sheet.tokens) % 2 == 0
+    asked = re.findall(r"Q: (.*)\nA: (.*)", letters.decode(sheet.tokens))
     assert dict(asked) == questions
     assert [letters.decode(sheet.tokens[b:e]) for b, e in sheet.answers] == [answer for _, answer in asked[UNSCORED:]]
     assert not torch.equal(sheet.tokens, other.tokens)
@@ -221,6 +222,34 @@ def test_refused_formats_and_quoted_figures_are_told(record, tmp_path):
     assert "- `hf-hqq` was not measured: no such package" in text
     assert "another program" in text
     assert ">other q4</text>" in (tmp_path / "divergence.svg").read_text()
+
+
+def test_a_format_that_fails_in_a_task_keeps_its_other_figures(tiny, tmp_path, monkeypatch):
+    """Catches one cache's limit that costs all others the figures of a long run, and a total over fewer contexts."""
+    ask = report.right_answers
+
+    def limited(model, format, sheet):
+        if format == "int4" and len(sheet.tokens) > 200:
+            raise RuntimeError("no room\nand more")
+        return ask(model, format, sheet)
+
+    monkeypatch.setattr(report, "right_answers", limited)
+    found = measure(*tiny, ["int4"], SMALL, model_name="tiny")
+    plain, four = found["rows"]
+    assert four["failures"] == ["needles at 320: no room", "questions: no room"]
+    assert [n["context"] for n in four["needles"]] == [160]
+    assert "questions" not in four
+    assert "failures" not in plain
+    del four["continuations"]
+    machine = {"cpu": "a processor", "cores": 2, "threads": 1, "gpus": [], "packages": {}}
+    render({"command": "nibblekv report tiny", "machine": machine, **found}, tmp_path)
+    text = (tmp_path / PAGE).read_text()
+    assert "- `int4` failed in questions: no room" in text
+    assert re.search(r"^\| `int4` \| 5.00 .* \| - \| - \| - \| - \|$", text, re.MULTILINE)
+    assert re.search(r"^\| `int4` \| [\d.]+% \| - \| - \| 2 \|$", text, re.MULTILINE)
+    monkeypatch.setattr(report, "right_answers", lambda model, name, sheet: limited(model, "int4", sheet))
+    with pytest.raises(RuntimeError, match="no room"):
+        measure(*tiny, ["int4"], SMALL, model_name="tiny")
 
 
 def test_quoted_figures_belong_to_a_model():

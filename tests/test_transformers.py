@@ -124,7 +124,8 @@ def prompt(batch, length, pads=0, seed=1):
 
 
 def attached(model, format="int8_per_token_head", **options):
-    return attach(model, format, **{"block_size": 16, **options})
+    """Attach without a window, so that the oracle need only know what pages hold."""
+    return attach(model, format, **{"block_size": 16, "window": 0, "sinks": 0, **options})
 
 
 def forward(model, ids, mask, cache, first=0):
@@ -775,3 +776,5 @@ def test_window_of_any_dtype_is_counted_in_bytes(dtype):
     assert cache.nbytes == plain.nbytes + 2 * 2 * (80 + 32 + 2) * 2 * (32 + 32) * dtype.itemsize
     with pytest.raises(ValueError, match="window, sinks: expected 0"):
         attach(model, window=-1)
+    cache = attach(model)
+    assert (cache.window, cache.sinks) == (32, 4)

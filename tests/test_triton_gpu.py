@@ -109,7 +109,10 @@ def test_prefill_allocates_its_workspace_and_split_buffers_only(page, num_seqs, 
     layout = KVCacheLayout.create(**PAGES[page], num_kv_heads=8, head_size=128)
     extra = extra_bytes(make_call(layout, num_seqs, query_len, context, raw=True, window=window))
     lse = 4 * num_seqs * query_len * layout.num_kv_heads * 4
-    splits = split_bytes(layout, num_seqs, query_len, context, window=window) if query_len < prefill.LONG_QUERY else 0
+    # Of long queries, one sequence's float16 rows over its prefix are what is merged.
+    splits = 2 * query_len * layout.num_kv_heads * 4 * layout.head_size_v
+    if query_len < prefill.LONG_QUERY:
+        splits = split_bytes(layout, num_seqs, query_len, context, window=window)
     assert extra <= prefill.WORKSPACE_BYTES + 2 * lse + splits + ROUNDING
 
 
@@ -153,3 +156,15 @@ def test_a_repeated_call_reads_and_writes_the_tensors_that_it_is_given(page, win
         assert float((out.float() - exact.float()).norm() / exact.float().norm()) < 6e-3  # both rounded to bfloat16
         expected.append((out, out.clone()))
     assert all(torch.equal(out, copy) for out, copy in expected)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_long_queries_read_stored_keys_alone(page):
+    """Without raw keys, with lengths that the host knows: dense attention over dequantized keys, the queries' own too."""
+    layout = KVCacheLayout.create(**PAGES[page], num_kv_heads=8, head_size=128)
+    arguments = make_call(layout, 2, 300, 1000, dtype=torch.float16).keywords | {"return_lse": True}
+    expected, expected_lse = nibblekv.paged_attention(**arguments | {"out": None}, backend="reference")
+    lengths = {"host_lengths": ([0, 300, 600], [1000, 1000])}
+    out, lse = nibblekv.paged_attention(**arguments | lengths)
+    assert float((out.float() - expected.float()).norm() / expected.float().norm()) < 1e-3
+    torch.testing.assert_close(lse, expected_lse, atol=2e-3, rtol=1e-3)

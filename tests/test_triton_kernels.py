@@ -291,11 +291,19 @@ def test_raw_window_beside_every_layout(name: str) -> None:
     """Catches raw rows that are rotated back, and head sizes of keys and values that are mixed up."""
     layout = LAYOUTS[name]
     batch = make_batch(layout, [1, 4], [19, 50], group=3, index=torch.int64)
-    options = AttentionOptions(softmax_scale=layout.head_size**-0.5, **raw_rows(batch, 9, 2))
+    dtype = torch.float32 if layout.head_size_v <= backend.WIDEST_RAW else torch.bfloat16
+    options = AttentionOptions(softmax_scale=layout.head_size**-0.5, **raw_rows(batch, 9, 2, dtype))
+    assert backend.supports(layout, options, DEVICE) is None
     out, lse = batch.attend(backend, options)
     expected, expected_lse = batch.attend(reference, options)
     assert relative_error(out, expected) < 1e-3
     torch.testing.assert_close(lse, expected_lse, atol=1e-3, rtol=0)
+
+
+def test_wide_raw_rows_of_float32_are_refused() -> None:
+    layout = LAYOUTS["int4-fp8-40-512"]
+    options = AttentionOptions(softmax_scale=1.0, **raw_rows(make_batch(layout, [1], [2]), 1, 0))
+    assert "head size 256, got 512" in (backend.supports(layout, options, DEVICE) or "")
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["stored", "own"])
@@ -331,14 +339,16 @@ def test_packed_nan_inside_the_window_changes_nothing() -> None:
     assert relative_error(out, batch.attend(reference, options)[0]) < 1e-3
 
 
-@pytest.mark.parametrize("layout", [create("int3", v_format="int2", head_size_v=40), create(v_format="int3")], ids=str)
+@pytest.mark.parametrize(
+    "layout", [create("int3", v_format="int2", head_size_v=40), create(v_format="int3")], ids=["int3-int2", "int4-int3"]
+)
 def test_prefix_of_few_bits_equals_reference(layout: KVCacheLayout, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches planes that the kernel for long prefixes puts together wrongly."""
     monkeypatch.setattr(prefill, "LONG_QUERY", 5)
     batch = make_batch(layout, [2, 5], [23, 54])
     options = AttentionOptions(softmax_scale=0.125)
-    out, _ = batch.attend(backend, options, own=True)
-    assert relative_error(out, batch.attend(reference, options, own=True)[0]) < 1e-3
+    out, _ = batch.attend(backend, options, raw=True)
+    assert relative_error(out, batch.attend(reference, options, raw=True)[0]) < 1e-3
 
 
 def test_row_that_sees_nothing_is_zero() -> None:
@@ -408,14 +418,27 @@ def test_splits_fill_the_device_for_any_query_length(monkeypatch: pytest.MonkeyP
 
 
 def test_workspace_is_bounded() -> None:
-    """Case 25: dequantized keys and values, rotated queries and their rows never exceed 64 MiB, whatever the lengths."""
+    """Case 25: dequantized keys and values and rotated queries never exceed 64 MiB, whatever the lengths."""
     for head_size, context, group in ((128, 30720, 4), (512, 1_000_000, 1), (64, 10, 1), (256, 30000, 8)):
         layout = KVCacheLayout.create("int4", num_kv_heads=8, head_size=head_size)
         rows = min(100_000, prefill.queries_at_once(layout, group)) * group
         heads, keys = prefill.workspace_chunks(layout, context, rows)
-        assert heads * (keys + rows) * 2 * 2 * head_size <= 64 << 20
+        assert heads * (2 * keys + rows) * 2 * head_size <= 64 << 20
         assert 8 % heads == 0
         assert 1 <= keys <= context
+
+
+@pytest.mark.parametrize("name", ["host-lengths", "window", "alibi", "sinks", "softcap"])
+def test_long_stored_queries_equal_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries that read stored keys alone, in slices over a dequantized prefix and their own keys."""
+    monkeypatch.setattr(prefill, "LONG_QUERY", 5)
+    monkeypatch.setattr(prefill, "queries_at_once", lambda layout, group: 4)
+    batch = make_batch(create(), [2, 7], [23, 34])
+    options = AttentionOptions(softmax_scale=0.125, **{**OPTIONS[name](), "host_lengths": ([0, 2, 9], [23, 34])})
+    out, lse = batch.attend(backend, options)
+    expected, expected_lse = batch.attend(reference, options, dtype=torch.float32)
+    assert relative_error(out, expected) < 1e-3
+    torch.testing.assert_close(lse, expected_lse, atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("name", ["alibi", "window"])

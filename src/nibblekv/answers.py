@@ -137,7 +137,9 @@ def _sheet(tokenizer: PreTrainedTokenizerBase, text: str, parts: list[tuple[str,
         while token < len(encoded.offset_mapping) and encoded.offset_mapping[token][0] < end:
             token += 1
         answers.append((len(prefix) + first, len(prefix) + token))
-    return Sheet(torch.tensor(prefix + encoded.input_ids), answers[unscored:])
+    # Nothing after the last answer matters. An even length: HQQ's cache packs tokens of an odd number of heads in pairs.
+    length = answers[-1][1] + answers[-1][1] % 2
+    return Sheet(torch.tensor(prefix + encoded.input_ids)[:length], answers[unscored:])
 
 
 @cache

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 import nibblekv
-from nibblekv.backends import reference
+from nibblekv.backends import reference, select_backend
 from nibblekv.cache import raw_row_count
 from nibblekv.formats import SCALE_WORD_BYTES, get_format
 from nibblekv.layout import KVCacheLayout
@@ -155,8 +155,8 @@ def bench_attention_cuda(
         None for prefill, which arithmetic bounds), gbps, fa3_us, vllm_int4_us, vllm_int8_us (None where vLLM is not
         installed), rel_err (reads: against float64 over the same pages; writes: the part of bytes that differ from the
         reference's), kernels (launches of one call), host_us (of an eager call), ratio_to_fa3 (fa3_us / time_us) and
-        ratio_to_roof (roof_us / time_us), both None where rel_err is above `ERROR_LIMIT`. Rows of op `error` have rel_err,
-        dtype, query_scale and rounding_err, what rounding the exact result to the dtype costs, and no times.
+        ratio_to_roof (roof_us / time_us), both None where rel_err is above `ERROR_LIMIT`. Rows of op `error` have rel_err
+        (of a float32 output), out_err (of one in the queries' dtype), dtype and query_scale, and no times.
 
     Raises:
         NotImplementedError: there is no CUDA GPU.
@@ -271,7 +271,7 @@ def _bench_read(shape: Shape, layout: KVCacheLayout, backend: str, window: int, 
 
     calls = [call(copy, out) for copy, out in zip(copies, outs, strict=True)]
     row = {"moved": moved, **_times(calls)}
-    row["rel_err"] = _error(shape, layout, copies[0], outs[0], options)[0]
+    row["rel_err"] = _error(shape, layout, copies[0], outs[0], options)
     return row
 
 
@@ -307,21 +307,27 @@ def _errors(shape: Shape, layout: KVCacheLayout, backend: str, window: int, sink
         for scale in QUERY_SCALES:
             copy["query"] = (unit * scale).to(dtype)
             copy |= {name: copy[name].to(dtype) for name in ("raw_key", "raw_value") if name in copy}
+            # The public call returns the queries' dtype; a backend itself takes any, so its own error can be told apart.
+            own = torch.full(copy["query"].shape, torch.nan, device="cuda")
+            raw = {name: value for name, value in copy.items() if name.startswith("raw_")}
+            options = AttentionOptions(shape.head_size**-0.5, **raw)
+            pages = {name: value for name, value in copy.items() if name not in raw}
+            select_backend(backend, layout, options, own.device).paged_attention(
+                **pages, layout=layout, options=options, out=own, lse=None, key=None, value=None,
+                max_query_len=shape.query_len, max_seq_len=shape.context,
+            )  # fmt: skip
             out = torch.full_like(copy["query"], torch.nan)
             nibblekv.paged_attention(
                 **copy, layout=layout, out=out, backend=backend, max_query_len=shape.query_len, max_seq_len=shape.context
             )
-            error, rounding = _error(shape, layout, copy, out, {})
             name = str(dtype).removeprefix("torch.")
-            rows.append({"dtype": name, "query_scale": scale, "rel_err": error, "rounding_err": rounding})
+            errors = {"rel_err": _error(shape, layout, copy, own, {}), "out_err": _error(shape, layout, copy, out, {})}
+            rows.append({"dtype": name, "query_scale": scale, **errors})
     return rows
 
 
-def _error(
-    shape: Shape, layout: KVCacheLayout, copy: dict[str, Any], out: torch.Tensor, options: dict[str, Any]
-) -> tuple[float, float]:
-    """Return the relative error of the first sequence's first 64 queries against float64 attention over its own pages, and
-    that of the exact result rounded to the dtype of out."""
+def _error(shape: Shape, layout: KVCacheLayout, copy: dict[str, Any], out: torch.Tensor, options: dict[str, Any]) -> float:
+    """Return the relative error of the first sequence's first 64 queries against float64 attention over its own pages."""
     count = min(shape.query_len, 64)
     key, value = nibblekv.gather_and_dequantize(copy["kv_cache"], copy["block_table"][0], shape.context, layout)
     context = shape.context - shape.query_len
@@ -352,8 +358,8 @@ def _error(
         weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
         exact[:, head] = torch.einsum("gqk,kd->qgd", weights * ~raw, value[:, head])
         exact[:, head] += torch.einsum("gqk,kd->qgd", weights * raw, raw_value[:, head])
-    got, rounded = out[:count].double().view_as(exact), exact.to(out.dtype).double()
-    return float((got - exact).norm() / exact.norm()), float((rounded - exact).norm() / exact.norm())
+    got = out[:count].double().view_as(exact)
+    return float((got - exact).norm() / exact.norm())
 
 
 def _rival_times(shape: Shape) -> dict[str, float | None]:

@@ -130,6 +130,7 @@ def bench_serve(
     requests: int | None = 32,
     context: int = 8000,
     new_tokens: int = 128,
+    rounds: int = 2,
     contenders: tuple[str, ...] = tuple(CONTENDERS),
     engine: dict[str, Any] | None = None,
     timeout_s: float = 580.0,
@@ -142,6 +143,7 @@ def bench_serve(
         model: a folder; None for random weights in the shape of Llama-3.1-8B.
         requests: prompts served together; None for as many as each contender's pool holds (a pool-bound load).
         context, new_tokens: tokens of a prompt, and to generate.
+        rounds: times that the load is served; the fastest counts. A pool-bound load is served once.
         contenders: names in `CONTENDERS`; those that this machine's device cannot run are left out.
         engine: further arguments of `vllm.LLM`.
         timeout_s: for one contender.
@@ -175,7 +177,13 @@ def bench_serve(
             (folder / "llama8b").mkdir()
             (folder / "llama8b" / "config.json").write_text(json.dumps(LLAMA_8B))
         vocab_size = json.loads((Path(common["model"]) / "config.json").read_text())["vocab_size"]
-        load = {"requests": requests, "context": context, "new_tokens": new_tokens, "vocab_size": vocab_size}
+        load = {
+            "requests": requests,
+            "context": context,
+            "new_tokens": new_tokens,
+            "rounds": rounds,
+            "vocab_size": vocab_size,
+        }
         columns = {name: {"context": context, "new_tokens": new_tokens} for name in contenders}
         return _run_all(CONTENDERS, contenders, common | (engine or {}), load, columns, folder, timeout_s, progress, done)
 
@@ -410,6 +418,7 @@ def main() -> None:
     parser.add_argument("--requests", default="32", help="prompts served together, or 'fit': as many as the pool holds")
     parser.add_argument("--context", type=int, default=8000, help="tokens of a prompt")
     parser.add_argument("--new-tokens", type=int, default=128, help="tokens to generate")
+    parser.add_argument("--rounds", type=int, default=2, help="times that the load is served; the fastest counts")
     parser.add_argument("--quality", action="store_true", help="measure the divergence from the 16-bit cache")
     parser.add_argument("--ranks", type=int, help="compare this many GPUs (tensor parallel) with one")
     parser.add_argument("--windows", type=Path, help="JSON file with rows of token numbers, for --quality")
@@ -454,6 +463,7 @@ def main() -> None:
             requests=requests,
             context=arguments.context,
             new_tokens=arguments.new_tokens,
+            rounds=arguments.rounds,
             contenders=chosen,
             **common,
         )

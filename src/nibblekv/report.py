@@ -6,8 +6,9 @@ greedy continuations of text compared with the unquantized cache's, token by tok
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -100,7 +101,8 @@ def measure(
         rows, one per format: the columns of `evaluation.evaluate`; bits_held (bits per value at the longest context, the
         unquantized window and sinks included, 16 for `none`); needles, a list of {context, right, asked}; questions, {right,
         asked}; continuations, {divergence: steps before the first other token, one per prompt, new_tokens where there is
-        none; agreement: share of equal tokens, by part of the continuation}. A refused format has `note` for all of these.
+        none; agreement: share of equal tokens, by part of the continuation}. A refused format has `note` for all of these,
+        one that fails in a task has a sentence in `failures` for its figures.
 
     Raises:
         ValueError: an unknown format, or sizes that the texts or the model cannot serve.
@@ -147,21 +149,20 @@ def measure(
         row["bits_held"] = bits + 8 * raw / values
         row["needles"] = []
     for context, sheets in needle_sheets.items():
-        right = _score(model, list(measured), sheets, f"needles at {context:,}", progress)
-        for format, row in measured.items():
-            row["needles"].append({"context": context, **right[format]})
+        for format, found in _score(model, measured, sheets, f"needles at {context:,}", progress).items():
+            measured[format]["needles"].append({"context": context, **found})
     lap("needles")
-    right = _score(model, list(measured), questions, "questions", progress)
-    for format, row in measured.items():
-        row["questions"] = right[format]
+    for format, found in _score(model, measured, questions, "questions", progress).items():
+        measured[format]["questions"] = found
     lap("questions")
-    expected = None
+    expected: torch.Tensor | None = None
     for done, (format, row) in enumerate(measured.items()):
         if progress is not None:
             progress(f"continue: {format}", done, len(measured))
-        found = _continue(model, format, prompts, sizes.new_tokens)
-        expected = found if expected is None else expected  # `none` is the first
-        row["continuations"] = _compare(found == expected)
+        with _failures_noted(row, "continuations"):
+            tokens = _continue(model, format, prompts, sizes.new_tokens)
+            expected = tokens if expected is None else expected  # `none` is the first
+            row["continuations"] = _compare(tokens == expected)
     lap("continuations")
     return {
         "model": model_name,
@@ -175,18 +176,30 @@ def measure(
     }
 
 
+@contextlib.contextmanager
+def _failures_noted(row: dict[str, Any], task: str) -> Iterator[None]:
+    """Note what stops a format in a task, so that one cache's limit does not cost the figures of all others."""
+    try:
+        yield
+    except (NotImplementedError, RuntimeError, ValueError) as error:
+        if row["format"] == "none":
+            raise
+        row.setdefault("failures", []).append(f"{task}: {str(error).splitlines()[0]}")
+
+
 def _score(
-    model: PreTrainedModel, formats: list[str], sheets: list[Sheet], stage: str, progress: Progress | None
+    model: PreTrainedModel, rows: dict[str, dict[str, Any]], sheets: list[Sheet], stage: str, progress: Progress | None
 ) -> dict[str, dict[str, int]]:
-    """Return {right, asked} of every format over some sheets."""
+    """Return {right, asked} over some sheets, of every format that can read them."""
     found: dict[str, dict[str, int]] = {}
-    for i, format in enumerate(formats):
-        answers = []
-        for j, sheet in enumerate(sheets):
-            if progress is not None:
-                progress(f"{stage}: {format}", i * len(sheets) + j, len(formats) * len(sheets))
-            answers += right_answers(model, format, sheet)
-        found[format] = {"right": sum(answers), "asked": len(answers)}
+    for i, (format, row) in enumerate(rows.items()):
+        answers: list[bool] = []
+        with _failures_noted(row, stage):
+            for j, sheet in enumerate(sheets):
+                if progress is not None:
+                    progress(f"{stage}: {format}", i * len(sheets) + j, len(rows) * len(sheets))
+                answers += right_answers(model, format, sheet)
+            found[format] = {"right": sum(answers), "asked": len(answers)}
     return found
 
 

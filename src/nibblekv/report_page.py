@@ -68,7 +68,8 @@ def render(record: dict[str, Any], folder: Path) -> list[Path]:
     if missing:
         raise ValueError(f"record: expected the JSON of `nibblekv report`, got one without {', '.join(missing)}")
     rows = [row for row in record["rows"] if "note" not in row]
-    if not any(row["format"] == "none" for row in rows) or len(rows) < 2:
+    rows.sort(key=lambda row: row["format"] != "none")
+    if len(rows) < 2 or rows[0]["format"] != "none":
         raise ValueError(f"record: expected figures of none and of a format, got {[row['format'] for row in rows]}")
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / PAGE]
@@ -216,6 +217,8 @@ def _plot_needles(record: dict[str, Any], rows: list[Row]) -> Figure:
     looks = _looks(rows)
     for row in rows:
         contexts = [n["context"] for n in row["needles"]]
+        if not row["needles"]:
+            continue
         wide: Row = {"linewidth": 2.5, "linestyle": "--", "zorder": 9} if row["format"] == "none" else {}
         shares = [100 * n["right"] / n["asked"] for n in row["needles"]]
         axes.plot(contexts, shares, label=row["format"], markersize=5, **looks[row["format"]], **wide)
@@ -238,7 +241,7 @@ def _plot_continuations(record: dict[str, Any], rows: list[Row]) -> Figure:
     steps = record["sizes"]["new_tokens"]
     looks = _looks(rows)
     for row in rows:
-        if row["format"] == "none":
+        if row["format"] == "none" or "continuations" not in row:
             continue
         found, look = row["continuations"], looks[row["format"]]
         firsts = found["divergence"]
@@ -277,6 +280,7 @@ def _page(record: dict[str, Any], rows: list[Row]) -> str:
         f"random list repeated from about {sizes['window'] // 2} tokens back. *Needles* and *questions*: answers that are "
         "right. *First differs*: the median step at which a greedy continuation leaves the unquantized one.",
         *(f"- `{row['format']}` was not measured: {row['note']}" for row in record["rows"] if "note" in row),
+        *(f"- `{row['format']}` failed in {failure}" for row in rows for failure in row.get("failures", [])),
         "## How far the predictions move",
         "![KL divergence against bits per value](divergence.svg)",
         "Lower is better, and further left is smaller. The rare large errors on the right are what a reader notices.",
@@ -309,38 +313,38 @@ def _page(record: dict[str, Any], rows: list[Row]) -> str:
 
 
 def _numbers(rows: list[Row]) -> str:
-    columns: list[tuple[str, Callable[[Row], str]]] = [
-        ("format", lambda row: f"`{row['format']}`"),
-        ("bits per value", lambda row: f"{row['bits_held']:.2f}"),
-        ("KL, mean", lambda row: f"{row['kl_mean']:.4f}"),
-        ("median", lambda row: f"{row['kl_median']:.4f}"),
-        ("99 %", lambda row: f"{row['kl_p99']:.3f}"),
-        ("99.9 %", lambda row: f"{row['kl_p999']:.3f}"),
-        ("same next token", lambda row: f"{row['top1']:.1%}"),
-        ("copied", lambda row: f"{row['copy_correct']:.1%}"),
-        ("needles", lambda row: f"{_share(row['needles']):.1%}"),
-        ("questions", lambda row: f"{_share([row['questions']]):.1%}"),
-        ("same tokens when continuing", lambda row: f"{statistics.mean(row['continuations']['agreement']):.1%}"),
-        ("first differs at", lambda row: _first_difference(row["continuations"]["divergence"], rows)),
-    ]
-    return _table([name for name, _ in columns], [[write(row) for _, write in columns] for row in rows])
+    head = [
+        "format", "bits per value", "KL, mean", "median", "99 %", "99.9 %", "same next token", "copied", "needles",
+        "questions", "same tokens when continuing", "first differs at",
+    ]  # fmt: skip
+    body = []
+    for row in rows:
+        complete = len(row["needles"]) == len(rows[0]["needles"])
+        found = row.get("continuations")
+        body.append(
+            [
+                f"`{row['format']}`",
+                f"{row['bits_held']:.2f}",
+                *(f"{row[key]:.4f}" for key in ("kl_mean", "kl_median")),
+                *(f"{row[key]:.3f}" for key in ("kl_p99", "kl_p999")),
+                *(f"{row[key]:.1%}" for key in ("top1", "copy_correct")),
+                _share(row["needles"] if complete else []),
+                _share([row["questions"]] if "questions" in row else []),
+                f"{statistics.mean(found['agreement']):.1%}" if found else "-",
+                _first_difference(found["divergence"], rows[0]["continuations"]["divergence"][0]) if found else "-",
+            ]
+        )
+    return _table(head, body)
 
 
 def _needles(rows: list[Row]) -> str:
     contexts = [n["context"] for n in rows[0]["needles"]]
-    head = ["format", *(f"{context:,}" for context in contexts), "all", "answers"]
-    return _table(
-        head,
-        [
-            [
-                f"`{row['format']}`",
-                *(f"{_share([n]):.1%}" for n in row["needles"]),
-                f"{_share(row['needles']):.1%}",
-                str(sum(n["asked"] for n in row["needles"])),
-            ]
-            for row in rows
-        ],
-    )
+    body = []
+    for row in rows:
+        shares = [_share([n for n in row["needles"] if n["context"] == context]) for context in contexts]
+        whole = _share(row["needles"]) if "-" not in shares else "-"
+        body.append([f"`{row['format']}`", *shares, whole, str(sum(n["asked"] for n in row["needles"]))])
+    return _table(["format", *(f"{context:,}" for context in contexts), "all", "answers"], body)
 
 
 def _table(head: list[str], body: list[list[str]]) -> str:
@@ -348,13 +352,13 @@ def _table(head: list[str], body: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
-def _share(counts: list[dict[str, int]]) -> float:
-    asked = sum(count["asked"] for count in counts)
-    return sum(count["right"] for count in counts) / asked
+def _share(counts: list[dict[str, int]]) -> str:
+    if not counts:
+        return "-"
+    return f"{sum(count['right'] for count in counts) / sum(count['asked'] for count in counts):.1%}"
 
 
-def _first_difference(firsts: list[int], rows: list[Row]) -> str:
-    longest = next(row for row in rows if row["format"] == "none")["continuations"]["divergence"][0]
+def _first_difference(firsts: list[int], longest: int) -> str:
     middle = statistics.median(firsts)
     return "never" if min(firsts) == longest else f"{middle:.0f}" if middle < longest else f"over {longest}"
 

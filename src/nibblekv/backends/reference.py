@@ -193,7 +193,10 @@ def _attend(
         sink = options.sinks.float().view(num_kv_heads, group, 1, 1).expand(-1, -1, num_queries, 1)
     logits = score if sink is None else torch.cat((score, sink), -1)
     lse = torch.logsumexp(logits, -1)
-    weight = torch.exp(score - torch.where(lse == -torch.inf, torch.zeros_like(lse), lse)[..., None])
+    # Divided by their sum, and not taken from lse: beside scores of 1e8 it is rounded by whole units.
+    top = torch.where(lse == -torch.inf, torch.zeros_like(lse), logits.amax(-1))[..., None]
+    total = torch.exp(logits - top).sum(-1, keepdim=True)
+    weight = torch.exp(score - top) / torch.where(total == 0, torch.ones_like(total), total)
     rows = torch.zeros(num_queries, num_kv_heads, group, head_size_v, device=query.device)
     seen = torch.zeros(num_queries, num_kv_heads, device=query.device)
     for source, read in sources:

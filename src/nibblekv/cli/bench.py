@@ -59,6 +59,7 @@ CUDA_COLUMNS: Columns = {
     "vllm_int4_us": ("vLLM int4 us", "{:,.0f}".format),
     "vllm_int8_us": ("vLLM int8 us", "{:,.0f}".format),
     "rel_err": ("error", "{:.1e}".format),
+    "out_err": ("in its dtype", "{:.1e}".format),
     "kernels": ("launches", str),
     "host_us": ("host us", "{:,.0f}".format),
     "ratio_to_fa3": ("times faster than FA3", "{:.2f}".format),

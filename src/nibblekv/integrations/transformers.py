@@ -33,6 +33,9 @@ __all__ = ["PagedCache", "attach", "detach"]
 IMPLEMENTATION = "nibblekv"
 # Large pages keep block tables short; a sequence wastes half of one on average.
 DEFAULT_BLOCK_SIZE = 64
+# What four bits cost in answers falls to an eighth on SmolLM2 (benchmarks/results/cpu-eval-smollm2.json), for the bytes of
+# 240 more tokens of a sequence.
+DEFAULT_WINDOW, DEFAULT_SINKS = 32, 4
 LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 # A compiled model breaks its graph here; with fullgraph=True, torch refuses with this sentence.
 EAGER = "nibblekv's packed cache runs eagerly: its pages are allocated in Python"
@@ -610,8 +613,8 @@ def attach(
     max_tokens: int | None = None,
     strict: bool = False,
     backend: str = "auto",
-    window: int = 0,
-    sinks: int = 0,
+    window: int = DEFAULT_WINDOW,
+    sinks: int = DEFAULT_SINKS,
     calibration: Calibration | Path | str | None = "auto",
 ) -> PagedCache:
     """Make a model attend to packed pages, and return an empty cache to pass as `past_key_values`.
@@ -628,7 +631,7 @@ def attach(
             False: the tokens of one forward see each other unquantized (a decoded token is always read as stored).
         backend: see `nibblekv.backends.select_backend`.
         window, sinks: the last and the first tokens of each sequence that are read unquantized, in the model's dtype,
-            whatever `strict` says: more accurate, at a fixed size per sequence. They are quantized in their pages as well.
+            whatever `strict` says: more accurate, at a fixed size per sequence; 0: none. Their pages hold them as well.
         calibration: what keys and values are mapped by (`nibblekv calibrate`): read from a file or made before; "auto": the
             one that was saved for this model, if there is one; None: none.
 

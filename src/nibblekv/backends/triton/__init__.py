@@ -20,6 +20,8 @@ HOPPER = (9, 0)
 # Tokens to which the bound on a sequence's length is rounded up before a call is planned.
 REACH = 256
 MOST_SKEW = 8
+# Of float32 rows: wider ones do not fit in the shared memory of every GPU. 16-bit rows fit at every head size.
+WIDEST_RAW = 256
 
 
 def unavailable_reason() -> str | None:
@@ -35,6 +37,14 @@ def unavailable_reason() -> str | None:
 
 def supports(layout: KVCacheLayout, options: AttentionOptions | None, device: torch.device) -> str | None:
     """Return why this backend cannot serve a call, or None: every layout and every option, on a GPU."""
+    widest = max(layout.head_size, layout.head_size_v)
+    if (
+        options is not None
+        and options.raw_key is not None
+        and options.raw_key.dtype == torch.float32
+        and widest > WIDEST_RAW
+    ):
+        return f"its kernels read raw keys and values of float32 up to head size {WIDEST_RAW}, got {widest}"
     if device.type == "cpu":
         return None if _interpreting() else "its kernels need a GPU, the tensors are on the CPU"
     if device.type != "cuda":
@@ -92,6 +102,13 @@ def paged_attention(
             max_query_len, max_seq_len,
         )  # fmt: skip
         return
+    if options.host_lengths is not None and options.raw_key is None and not options.batch_invariant:
+        from nibblekv.backends.triton import prefill
+
+        # A slice of a long query does not know the query-query bias of the whole, nor keys after it.
+        if max_query_len >= prefill.LONG_QUERY and options.qq_bias is None and options.causal is True:
+            prefill.attend_stored(query, kv_cache, block_table, seq_lens, query_start_loc, layout, options, out, lse)
+            return
     from nibblekv.backends.triton.launch import replay
 
     # A bound that grows by one each step would make every step a call of its own.

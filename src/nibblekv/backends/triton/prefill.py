@@ -7,7 +7,7 @@ Three parts, merged by log-sum-exp:
                   `dequantize_kernel` writes once, as float16 in the rotated domain;
     the merge     `combine_kernel`, which also undoes the rotation of the prefix part.
 A raw window and sinks before the chunk go in between: they are merged into the chunk's part, and the prefix leaves them out.
-All that a call allocates beside split buffers stays within 64 MiB at a time, by groups of heads and slices of keys.
+All that a call allocates beside unmerged rows stays within 64 MiB at a time, by groups of heads and slices of keys.
 The inner loop over a long prefix never unpacks codes: 2,048 queries would unpack each key 64 times.
 """
 
@@ -58,7 +58,7 @@ from nibblekv.layout import KVCacheLayout
 from nibblekv.options import AttentionOptions
 
 VLLM_FLASH = "vllm.vllm_flash_attn.flash_attn_interface"
-# Bytes of dequantized keys and values, rotated queries and unmerged rows that exist at once.
+# Bytes of dequantized keys and values and of rotated queries that exist at once; unmerged rows are a split buffer.
 WORKSPACE_BYTES = 64 << 20
 # From so many queries on a sequence's prefix is dequantized; fewer read packed pages.
 LONG_QUERY = 128
@@ -341,10 +341,64 @@ def attend(
             most = queries_at_once(layout, query.shape[1] // layout.num_kv_heads)
             for begin in range(tokens.start, tokens.stop, most):
                 these = slice(begin, min(begin + most, tokens.stop))
+                its_lens = seq_lens[first:last]
+                if tokens.stop - tokens.start > most:
+                    its_lens = its_lens - (tokens.stop - these.stop)
+                    its_starts = (query_start_loc[first : last + 1] - starts[first]).clamp(max=these.stop - begin)
                 _attend_prefix(
-                    query[these], kv_cache, block_table[first], seq_lens[first:last] - (tokens.stop - these.stop),
-                    its_starts.clamp(max=these.stop - begin), layout, its_options, out[these],
+                    query[these], kv_cache, block_table[first], its_lens, its_starts, layout, its_options, out[these],
                     RawPart(raw.rows[these], raw.lse[these]), lengths[first] - (tokens.stop - tokens.start),
+                )  # fmt: skip
+        first = last
+
+
+def attend_stored(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    layout: KVCacheLayout,
+    options: AttentionOptions,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+) -> None:
+    """Attend queries to stored keys alone, their own included, for calls with `host_lengths` that have long queries.
+
+    The packed kernel would unpack each key once for every few queries; here those of a long one are dequantized once.
+    """
+    assert options.host_lengths is not None
+    starts, lengths = options.host_lengths
+    if query.stride(2) != 1:
+        query = query.contiguous()
+    rows = out if out.dtype == query.dtype else torch.empty(out.shape, dtype=query.dtype, device=out.device)
+    whole = torch.empty(query.shape[:2], dtype=torch.float32, device=out.device) if lse is None else lse
+    group = query.shape[1] // layout.num_kv_heads
+    key_bytes = 2 * (layout.head_size + layout.head_size_v)
+    most = min(queries_at_once(layout, group), WORKSPACE_BYTES // 2 // key_bytes)
+    first = 0
+    while first < len(lengths):
+        last = first + 1
+        if starts[last] - starts[first] < LONG_QUERY:
+            while last < len(lengths) and starts[last + 1] - starts[last] < LONG_QUERY:
+                last += 1
+        tokens = slice(starts[first], starts[last])
+        its_options, its_starts = _options_of(options, first, last), query_start_loc[first : last + 1] - starts[first]
+        if tokens.stop - tokens.start < LONG_QUERY or last - first > 1:
+            if tokens.start < tokens.stop:
+                attention.attend(
+                    query[tokens], kv_cache, block_table[first:last], seq_lens[first:last], its_starts, layout, its_options,
+                    out[tokens], None if lse is None else lse[tokens], LONG_QUERY, max(lengths[first:last]),
+                )  # fmt: skip
+        else:
+            whole[tokens] = -math.inf
+            for begin in range(tokens.start, tokens.stop, most):
+                these = slice(begin, min(begin + most, tokens.stop))
+                after = tokens.stop - these.stop
+                _attend_prefix(
+                    query[these], kv_cache, block_table[first], seq_lens[first:last] - after,
+                    its_starts.clamp(max=these.stop - begin), layout, its_options, out[these],
+                    RawPart(rows[these], whole[these]), lengths[first] - after - (these.stop - begin), these.stop - begin,
                 )  # fmt: skip
         first = last
 
@@ -399,15 +453,17 @@ def _attend_prefix(
     out: torch.Tensor,
     raw: RawPart,
     context_len: int,
+    own: int = 0,
 ) -> None:
     """Attend one sequence's queries to its stored prefix, by groups of heads and chunks of context, and merge with `raw`.
 
-    Intermediate merges go to raw's own tensors, the last one to out; raw.lse ends as the whole log-sum-exp.
+    With `own`, their number, they attend their own stored keys too. Intermediate merges go to raw's own tensors, the last
+    one to out; raw.lse ends as the whole log-sum-exp.
     """
     num_queries = query.shape[0]
     group = query.shape[1] // layout.num_kv_heads
     first_key = max(_first_visible(options, context_len), options.raw_sinks)
-    heads, chunk = workspace_chunks(layout, context_len - first_key, num_queries * group)
+    heads, chunk = workspace_chunks(layout, max(context_len - first_key, own), num_queries * group, own)
     device = query.device
     key_space = torch.empty(chunk * heads * layout.head_size, dtype=torch.float16, device=device)
     value_space = torch.empty(chunk * heads * layout.head_size_v, dtype=torch.float16, device=device)
@@ -425,6 +481,8 @@ def _attend_prefix(
     border = max(first_key, context_len - options.raw_window + 1) if options.raw_window else context_len
     pieces = [(start, min(chunk, border - start), 0) for start in range(first_key, border, chunk)]
     pieces += [(start, min(chunk, context_len - start), options.raw_window) for start in range(border, context_len, chunk)]
+    if own:
+        pieces.append((context_len, own, 0))
     if not pieces and options.sinks is None and options.output_scale is None and out.data_ptr() == raw.rows.data_ptr():
         return
     library = _flash_library(layout, device)
@@ -442,13 +500,15 @@ def _attend_prefix(
             values = value_space[: count * heads * layout.head_size_v].view(count, heads, layout.head_size_v)
             _dequantize(kv_cache, table, layout, False, start, head, keys, k_gain)
             _dequantize(kv_cache, table, layout, True, start, head, values, v_gain)
-            if _is_plain(its) and not its_window and library is not None:
+            causal = start >= context_len
+            plain = _is_plain(its) and not its_window
+            if plain and library is not None:
                 rows, lse = _attend_by_flash(
                     library, q, keys, values, _bounds(num_queries, device), _bounds(count, device), num_queries, count,
-                    its.softmax_scale, False,
+                    its.softmax_scale, causal,
                 )  # fmt: skip
-            elif _is_plain(its) and not its_window and _torch_takes(q, keys, values, False):
-                rows, lse = _attend_by_torch(q, keys, values, False, its.softmax_scale)
+            elif plain and _torch_takes(q, keys, values, causal):
+                rows, lse = _attend_by_torch(q, keys, values, causal, its.softmax_scale)
             else:
                 rows = torch.empty(num_queries, heads * group, layout.head_size_v, dtype=torch.float16, device=device)
                 lse = torch.empty(num_queries, heads * group, dtype=torch.float32, device=device)
@@ -458,25 +518,30 @@ def _attend_prefix(
             last = piece is pieces[-1]
             _merge(rows, lse, 1, part_raw, part_out if last else part_raw.rows, layout, sinks if last else None,
                    options.output_scale if last else None, 1.0 / v_gain)  # fmt: skip
+            del rows, lse  # before the next ones are allocated
         if not pieces:
             _merge(raw.rows, raw.lse, 0, part_raw, part_out, layout, sinks, options.output_scale, 1.0)
 
 
 def queries_at_once(layout: KVCacheLayout, group: int) -> int:
     """Return how many queries of a sequence attend its prefix at once: those of one KV head take half of the workspace."""
-    return max(LONG_QUERY, WORKSPACE_BYTES // 2 // (2 * group * (layout.head_size + layout.head_size_v)))
+    return max(LONG_QUERY, WORKSPACE_BYTES // 2 // (2 * group * layout.head_size))
 
 
-def workspace_chunks(layout: KVCacheLayout, num_keys: int, num_rows: int) -> tuple[int, int]:
-    """Return (KV heads, keys) that are dequantized at once: as many heads as WORKSPACE_BYTES holds with num_rows rotated
-    queries and rows of each, then as many keys."""
-    most = WORKSPACE_BYTES // (2 * (layout.head_size + layout.head_size_v))
+def workspace_chunks(layout: KVCacheLayout, num_keys: int, num_rows: int, at_least: int = 0) -> tuple[int, int]:
+    """Return (KV heads, keys) that are dequantized at once: of as many heads as half of WORKSPACE_BYTES holds num_rows
+    rotated queries, as many keys as the rest holds, of few enough heads that `at_least` so many fit.
+
+    Heads go first: a dense kernel takes 256 rows a multiprocessor, and with two KV heads of four 2,048 queries filled half.
+    """
+    row_bytes, key_bytes = 2 * layout.head_size * num_rows, 2 * (layout.head_size + layout.head_size_v)
     heads = max(
         h
         for h in range(1, layout.num_kv_heads + 1)
-        if layout.num_kv_heads % h == 0 and (h == 1 or h * (num_keys + num_rows) <= most)
+        if layout.num_kv_heads % h == 0
+        and (h == 1 or h * (row_bytes + max(row_bytes, at_least * key_bytes)) <= WORKSPACE_BYTES)
     )
-    return heads, min(max(num_keys, 1), max(most // heads - num_rows, 1))
+    return heads, min(max(num_keys, 1), max((WORKSPACE_BYTES // heads - row_bytes) // key_bytes, 1))
 
 
 def _merge(

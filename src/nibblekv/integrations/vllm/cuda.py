@@ -65,10 +65,10 @@ class NibbleKVTritonImpl(QuantizedAttention, TritonAttentionImpl):
     """One layer's attention on a CUDA GPU."""
 
     def nibblekv_reserve(self, query: torch.Tensor) -> None:
-        """Allocate what a prefill takes beside its output: rotated queries, two parts to merge, a piece of the context."""
+        """Allocate what a prefill takes beside its output: the kernels' workspace, and a float32 for each query's head."""
         from nibblekv.backends.triton.prefill import WORKSPACE_BYTES
 
-        torch.empty(WORKSPACE_BYTES + 3 * query.numel() * query.element_size(), dtype=torch.uint8, device=query.device)
+        torch.empty(WORKSPACE_BYTES + 4 * query.shape[0] * query.shape[1], dtype=torch.uint8, device=query.device)
 
 
 class NibbleKVTritonBackend(QuantizedBackend, TritonAttentionBackend):

@@ -18,8 +18,8 @@ from nibblekv.rotation import RotationKind, rotation_signs
 
 __all__ = ["Plan", "decode", "plan", "supports"]
 
+CODES = ("uint4", "int8", "fp8")
 HEAD_SIZES = (64, 128, 256)
-CODES = ("uint4", "int8", "fp8")  # Tensor cores take these as they are masked out of a word; bit planes must be joined first.
 ALIGNMENT = 16
 LOG2_E = 1.4426950408889634
 # Raw keys that a warp attends at once, and blocks a multiprocessor at most for those beyond a sequence's first.
@@ -65,11 +65,10 @@ def supports(
     """Return None if `decode` serves such a call, else the reason why not. Reads metadata only."""
     if device.type != "cuda" or _capability(device) != (9, 0):
         return f"needs a GPU of compute capability 9.0, got {device}"
+    if layout.k_format.code not in CODES or layout.v_format.code not in CODES:
+        return f"needs codes of {CODES}, got {layout.k_format.name} and {layout.v_format.name}"
     if layout.head_size not in HEAD_SIZES or layout.head_size_v != layout.head_size:
         return f"needs equal head sizes of {HEAD_SIZES}, got {layout.head_size} and {layout.head_size_v}"
-    codes = layout.k_format.code, layout.v_format.code
-    if not set(codes) <= set(CODES):
-        return f"reads codes of {CODES}, got {codes[0]} keys and {codes[1]} values"
     if layout.block_size & (layout.block_size - 1):
         return f"needs a power of two as block_size, got {layout.block_size}"
     if query_dtype not in (torch.float16, torch.bfloat16):
@@ -124,8 +123,8 @@ def plan(
     """Choose launch parameters from what the host knows: one wave of one-warp blocks.
 
     Eight blocks a multiprocessor keep 139 KB in flight on each; more only lengthen the queues and the merge. At head size
-    256, where a split's rows to merge weigh twice as much, three. Tiles of longer rows have half as many tokens. Blocks of
-    raw rows come on top: they are few and short.
+    256, where a split's rows to merge weigh twice as much, four: one to a scheduler. Tiles of longer rows have half as many
+    tokens. Blocks of raw rows come on top: they are few and short.
 
     Args:
         slot_bytes: of a token of one head; default: of 4-bit codes.
@@ -134,9 +133,9 @@ def plan(
     """
     widest = max(head_size, 128) + 2 * SCALE_WORD_BYTES
     warps, tile, stages = 1, 64 if slot_bytes is None or slot_bytes <= widest else 32, 2
-    blocks = num_sms * (3 if head_size == 256 else 8) // warps
+    blocks = num_sms * (4 if head_size == 256 else 8) // warps
     splits = max(1, min(skew * blocks // (num_seqs * (num_kv_heads // warps)), -(-max_seq_len // tile)))
-    if splits > 8 and splits * tile < max_seq_len // 4:
+    if splits > 8 and splits * tile < max_seq_len // 4 and head_size < 256:
         # Few long sequences: half as many splits, each with a third tile in flight, leave less to merge.
         stages, splits = 3, splits // 2
     raw_splits = min(-(-raw_rows // RAW_STEP), max(1, num_sms * RAW_BLOCKS // (num_seqs * num_kv_heads)))
