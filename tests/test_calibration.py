@@ -374,7 +374,7 @@ def test_eval_takes_the_saved_calibration_where_the_format_asks_for_it(tiny, win
     assert all(row["bits_per_value"] == rows[0]["bits_per_value"] for row in rows)
 
 
-def biased_qwen2(norm: float = 900.0):
+def biased_qwen2(norm: float = 3000.0):
     """Return a random model of Qwen2's shape whose first layer's keys have a bias, where real ones have theirs: in the
     slowest of the rotary frequencies. Large embeddings make its answers depend on more than rounding.
     """
@@ -385,7 +385,7 @@ def biased_qwen2(norm: float = 900.0):
     )  # fmt: skip
     model = transformers.Qwen2ForCausalLM(config).eval()
     with torch.no_grad():
-        model.model.embed_tokens.weight.mul_(4)
+        model.model.embed_tokens.weight.mul_(8)
         slow = torch.randn(2, 2, 32)
         slow[..., :28] = 0
         bias = norm * slow / slow.norm(dim=(1, 2), keepdim=True)
@@ -406,5 +406,5 @@ def test_keys_with_a_large_bias_keep_their_answers():
         return float((guess == expected).double().mean())
 
     assert agreement("int4_per_token_head", calibration=None) < 0.6
-    assert agreement("int4", calibration=found) >= 0.9
-    assert agreement("int4", calibration=found, window=32, sinks=4) >= 0.95
+    assert agreement("int4", calibration=found) >= 0.95
+    assert agreement("int4", calibration=found, window=32, sinks=4) >= 0.98

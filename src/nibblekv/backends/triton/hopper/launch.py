@@ -19,7 +19,8 @@ from nibblekv.rotation import RotationKind, rotation_signs
 __all__ = ["Plan", "decode", "plan", "supports"]
 
 HEAD_SIZES = (64, 128, 256)
-CODES = ("uint4", "int8", "fp8")  # Tensor cores take these as they are masked out of a word; bit planes must be joined first.
+# What tensor cores take as it is masked out of a word; bit planes must be joined first.
+CODES = ("uint4", "int8", "fp8")
 ALIGNMENT = 16
 LOG2_E = 1.4426950408889634
 # Raw keys that a warp attends at once, and blocks a multiprocessor at most for those beyond a sequence's first.
@@ -69,9 +70,6 @@ def supports(
         return f"needs codes of {CODES}, got {layout.k_format.name} and {layout.v_format.name}"
     if layout.head_size not in HEAD_SIZES or layout.head_size_v != layout.head_size:
         return f"needs equal head sizes of {HEAD_SIZES}, got {layout.head_size} and {layout.head_size_v}"
-    codes = layout.k_format.code, layout.v_format.code
-    if not set(codes) <= set(CODES):
-        return f"reads codes of {CODES}, got {codes[0]} keys and {codes[1]} values"
     if layout.block_size & (layout.block_size - 1):
         return f"needs a power of two as block_size, got {layout.block_size}"
     if query_dtype not in (torch.float16, torch.bfloat16):
