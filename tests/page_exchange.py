@@ -41,6 +41,7 @@ CASES: dict[str, dict[str, Any]] = {
     "2 bits": {"format": "int2", "head_size": 40, "page": "interleaved"},
     "float8": {"format": "fp8_per_token_head", "head_size": 32},
 }
+CASES |= {name: {"format": name, "head_size": 64} for name in FORMATS if name not in {c["format"] for c in CASES.values()}}
 
 
 def rows(tokens: int, heads: int, head_size: int, seed: int) -> torch.Tensor:
