@@ -11,7 +11,13 @@ import torch
 from nibblekv import KVCacheLayout
 from nibblekv.cache import PagedKVCache
 from nibblekv.calibration import (
-    UNCOUNTED_TOKENS, Calibration, LayerCalibration, calibrate, find_calibration, fingerprint, save_path,
+    UNCOUNTED_TOKENS,
+    Calibration,
+    LayerCalibration,
+    calibrate,
+    find_calibration,
+    fingerprint,
+    save_path,
 )  # fmt: skip
 
 transformers = pytest.importorskip("transformers")

@@ -269,8 +269,9 @@ def fingerprint(model: torch.nn.Module) -> str:
 
 
 def save_path(model: PreTrainedModel) -> Path:
-    """Return where a model's calibration belongs: beside its weights, but in the cache directory where their folder cannot be
-    written or is itself in the cache, whose models are complete and take no more files.
+    """Return where a model's calibration belongs: beside its weights, or in the cache directory.
+
+    The latter where their folder cannot be written, or is itself in the cache, whose models take no more files.
     """
     from nibblekv.models import cache_directory
 
