@@ -10,7 +10,15 @@ import torch
 
 from nibblekv import KVCacheLayout
 from nibblekv.cache import PagedKVCache
-from nibblekv.calibration import UNCOUNTED_TOKENS, Calibration, LayerCalibration, calibrate, find_calibration, fingerprint
+from nibblekv.calibration import (
+    UNCOUNTED_TOKENS,
+    Calibration,
+    LayerCalibration,
+    calibrate,
+    find_calibration,
+    fingerprint,
+    save_path,
+)  # fmt: skip
 
 transformers = pytest.importorskip("transformers")
 
@@ -360,6 +368,14 @@ def test_attach_finds_a_saved_calibration_unless_told_otherwise(tiny, windows, f
     with pytest.raises(ValueError, match=r"calibration: expected the calibration of this model"):
         attach(model, calibration=tmp_path / "other.safetensors")
     detach(model)
+
+
+def test_a_model_in_the_cache_directory_takes_no_more_files(tmp_path, monkeypatch):
+    """Catches a calibration that makes a fetched model incomplete: its folder is checked for unknown files."""
+    model, _ = load_model(str(save_tiny_model(tmp_path / "models" / "fetched")), torch.float32)
+    assert save_path(model) == tmp_path / "models" / "fetched" / "nibblekv-calibration.safetensors"
+    monkeypatch.setenv("NIBBLEKV_CACHE", str(tmp_path))
+    assert save_path(model) == tmp_path / "calibrations" / f"{fingerprint(model)}.safetensors"
 
 
 def test_eval_takes_the_saved_calibration_where_the_format_asks_for_it(tiny, windows, found, tmp_path, monkeypatch):
