@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import struct
 from collections.abc import Iterator
 from itertools import pairwise
 
 import torch
 
-from nibblekv.backends.cpu._library import DTYPES, geometry, index, library, unavailable_reason
+from nibblekv.backends.cpu._library import ATTENTION_ARGS, DTYPES, WRITE_ARGS, geometry, index, library, unavailable_reason
 from nibblekv.layout import KVCacheLayout
 from nibblekv.options import AttentionOptions
 
@@ -26,8 +25,6 @@ TORCH_QUERIES = 64
 # Values of a query that are widened at once, 32 MB: torch balances few heads badly over threads.
 WIDE_VALUES = 1 << 23
 CHECKS_PAGES = True
-_WRITE_ARGS = struct.Struct("14q")
-_ATTENTION_ARGS = struct.Struct("62q3d")
 
 
 def supports(layout: KVCacheLayout, options: AttentionOptions | None, device: torch.device) -> str | None:
@@ -45,7 +42,7 @@ def reshape_and_cache(
     key_token, key_head, _ = key.stride()
     value_token, value_head, _ = value.stride()
     library().nibblekv_write(
-        _WRITE_ARGS.pack(
+        WRITE_ARGS.pack(
             geometry(layout, kv_cache), kv_cache.data_ptr(), key.data_ptr(), value.data_ptr(),
             key_token * size, key_head * size, value_token * size, value_head * size, DTYPES[key.dtype],
             *index(slot_mapping), key.shape[0], torch.get_num_threads(),
@@ -222,7 +219,7 @@ def _attend(
     slopes, sinks, bias = (_as(t, torch.float32) for t in (options.alibi_slopes, options.sinks, options.qq_bias))
     ranges = _as(options.mm_prefix_ranges, torch.int32)
     status = library().nibblekv_attention(
-        _ATTENTION_ARGS.pack(
+        ATTENTION_ARGS.pack(
             geometry(layout, kv_cache), kv_cache.data_ptr(),
             query.data_ptr(), query_token * size, query_head * size, DTYPES[query.dtype],
             out.data_ptr(), out_token * out_size, out_head * out_size, DTYPES[out.dtype],

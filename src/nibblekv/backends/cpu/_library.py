@@ -16,8 +16,20 @@ import torch
 from nibblekv.layout import KVCacheLayout, KVCacheViews
 from nibblekv.rotation import RotationKind, inverse_gain, rotation_factors, rotation_signs
 
-__all__ = ["DTYPES", "geometry", "index", "instruction_set", "library", "unavailable_reason", "use_instruction_set"]
+__all__ = [
+    "ATTENTION_ARGS",
+    "DTYPES",
+    "WRITE_ARGS",
+    "geometry",
+    "index",
+    "instruction_set",
+    "library",
+    "unavailable_reason",
+    "use_instruction_set",
+]
 
+# AttentionArgs and WriteArgs of csrc/abi.h.
+ATTENTION_ARGS, WRITE_ARGS = struct.Struct("62q3d"), struct.Struct("14q")
 # Numbers that csrc/abi.h gives to dtypes, codes and words.
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float8_e4m3fn: 3}
 _CODES = {"uint4": 0, "uint3": 0, "uint2": 0, "int8": 1, "fp8": 2}
@@ -47,8 +59,18 @@ def unavailable_reason() -> str | None:
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """Load the kernels and give them the threads of torch's OpenMP runtime."""
+    """Load the kernels and give them the threads of torch's OpenMP runtime.
+
+    Raises:
+        RuntimeError: they were compiled from other sources than these, as in a checkout that moved on.
+    """
     lib = ctypes.CDLL(str(_path()))
+    for name, args in (("nibblekv_attention_bytes", ATTENTION_ARGS), ("nibblekv_write_bytes", WRITE_ARGS)):
+        record_bytes = getattr(lib, name, None)
+        if record_bytes is None or record_bytes() != args.size:
+            raise RuntimeError(
+                f"{_path()} was compiled from other sources; compile it again: python setup.py build_ext --inplace"
+            )
     for name in ("nibblekv_attention", "nibblekv_write"):
         getattr(lib, name).argtypes = [ctypes.c_char_p]
     lib.nibblekv_write.restype = None

@@ -163,6 +163,10 @@ using namespace nibblekv;
 
 extern "C" {
 
+// Bytes of the records that callers hand over; a library of other sources would read them wrongly.
+__attribute__((visibility("default"))) int64_t nibblekv_attention_bytes() { return sizeof(AttentionArgs); }
+__attribute__((visibility("default"))) int64_t nibblekv_write_bytes() { return sizeof(WriteArgs); }
+
 // Returns 0; 1 if memory ran out; 2, with nothing written, if the block table names a page that the cache lacks.
 __attribute__((visibility("default"))) int nibblekv_attention(const void* args) {
   if (!pages_exist(*static_cast<const AttentionArgs*>(args))) return 2;
