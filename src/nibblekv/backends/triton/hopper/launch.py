@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 import torch
 
 from nibblekv.backends.triton.attention import combine
-from nibblekv.backends.triton.codec import FP8, INT8, UINT4, format_constants
+from nibblekv.backends.triton.codec import format_constants
 from nibblekv.backends.triton.hopper.kernels import combine_kernel, decode_kernel
 from nibblekv.backends.triton.launch import launch, scratch
 from nibblekv.formats import SCALE_WORD_BYTES
@@ -20,7 +20,6 @@ __all__ = ["Plan", "decode", "plan", "supports"]
 
 CODES = ("uint4", "int8", "fp8")
 HEAD_SIZES = (64, 128, 256)
-CODES = (UINT4.value, INT8.value, FP8.value)
 ALIGNMENT = 16
 LOG2_E = 1.4426950408889634
 # Raw keys that a warp attends at once, and blocks a multiprocessor at most for those beyond a sequence's first.
@@ -70,9 +69,6 @@ def supports(
         return f"needs codes of {CODES}, got {layout.k_format.name} and {layout.v_format.name}"
     if layout.head_size not in HEAD_SIZES or layout.head_size_v != layout.head_size:
         return f"needs equal head sizes of {HEAD_SIZES}, got {layout.head_size} and {layout.head_size_v}"
-    for fmt in (layout.k_format, layout.v_format):
-        if format_constants(fmt)[0] not in CODES:
-            return f"reads codes of 4 and 8 bits, got {fmt.name}"
     if layout.block_size & (layout.block_size - 1):
         return f"needs a power of two as block_size, got {layout.block_size}"
     if query_dtype not in (torch.float16, torch.bfloat16):
