@@ -37,8 +37,11 @@ CASES: dict[str, dict[str, Any]] = {
     "vLLM's int4": {"format": "int4_per_token_head", "head_size": 64},
     "8-bit keys": {"format": "int8_per_token_head", "v_format": "int4", "head_size": 64},
     "8 bits": {"format": "int8_per_token_head", "head_size": 40, "block_order": "NHD"},
+    "3 bits": {"format": "int3", "head_size": 64},
+    "2 bits": {"format": "int2", "head_size": 40, "page": "interleaved"},
     "float8": {"format": "fp8_per_token_head", "head_size": 32},
 }
+CASES |= {name: {"format": name, "head_size": 64} for name in FORMATS if name not in {c["format"] for c in CASES.values()}}
 
 
 def rows(tokens: int, heads: int, head_size: int, seed: int) -> torch.Tensor:

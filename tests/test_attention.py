@@ -112,7 +112,8 @@ def test_every_format_and_arrangement(format: str, page: str):
         batch.query_start_loc.tolist(),
         AttentionOptions(softmax_scale=64**-0.5),
     )
-    assert (batch.attend() - raw).norm() < 1.7 * NORMAL_ERROR[FORMATS[format].bits][1] * raw.norm()
+    least, most = NORMAL_ERROR[FORMATS[format].bits]
+    assert least < (batch.attend() - raw).norm() / raw.norm() < 1.2 * most  # keys and values add up; averages take some away
 
 
 @pytest.mark.parametrize(("kv_heads", "group"), [(1, 1), (1, 40), (3, 3), (2, 7), (5, 8), (1, 12)])

@@ -10,7 +10,15 @@ import torch
 
 from nibblekv import KVCacheLayout
 from nibblekv.cache import PagedKVCache
-from nibblekv.calibration import UNCOUNTED_TOKENS, Calibration, LayerCalibration, calibrate, find_calibration, fingerprint
+from nibblekv.calibration import (
+    UNCOUNTED_TOKENS,
+    Calibration,
+    LayerCalibration,
+    calibrate,
+    find_calibration,
+    fingerprint,
+    save_path,
+)  # fmt: skip
 
 transformers = pytest.importorskip("transformers")
 
@@ -362,6 +370,14 @@ def test_attach_finds_a_saved_calibration_unless_told_otherwise(tiny, windows, f
     detach(model)
 
 
+def test_a_model_in_the_cache_directory_takes_no_more_files(tmp_path, monkeypatch):
+    """Catches a calibration that makes a fetched model incomplete: its folder is checked for unknown files."""
+    model, _ = load_model(str(save_tiny_model(tmp_path / "models" / "fetched")), torch.float32)
+    assert save_path(model) == tmp_path / "models" / "fetched" / "nibblekv-calibration.safetensors"
+    monkeypatch.setenv("NIBBLEKV_CACHE", str(tmp_path))
+    assert save_path(model) == tmp_path / "calibrations" / f"{fingerprint(model)}.safetensors"
+
+
 def test_eval_takes_the_saved_calibration_where_the_format_asks_for_it(tiny, windows, found, tmp_path, monkeypatch):
     monkeypatch.setenv("NIBBLEKV_CACHE", str(tmp_path))
     model, _, _ = tiny
@@ -374,7 +390,7 @@ def test_eval_takes_the_saved_calibration_where_the_format_asks_for_it(tiny, win
     assert all(row["bits_per_value"] == rows[0]["bits_per_value"] for row in rows)
 
 
-def biased_qwen2(norm: float = 900.0):
+def biased_qwen2(norm: float = 3000.0):
     """Return a random model of Qwen2's shape whose first layer's keys have a bias, where real ones have theirs: in the
     slowest of the rotary frequencies. Large embeddings make its answers depend on more than rounding.
     """
@@ -385,7 +401,7 @@ def biased_qwen2(norm: float = 900.0):
     )  # fmt: skip
     model = transformers.Qwen2ForCausalLM(config).eval()
     with torch.no_grad():
-        model.model.embed_tokens.weight.mul_(4)
+        model.model.embed_tokens.weight.mul_(8)
         slow = torch.randn(2, 2, 32)
         slow[..., :28] = 0
         bias = norm * slow / slow.norm(dim=(1, 2), keepdim=True)
@@ -406,5 +422,5 @@ def test_keys_with_a_large_bias_keep_their_answers():
         return float((guess == expected).double().mean())
 
     assert agreement("int4_per_token_head", calibration=None) < 0.6
-    assert agreement("int4", calibration=found) >= 0.9
-    assert agreement("int4", calibration=found, window=32, sinks=4) >= 0.95
+    assert agreement("int4", calibration=found) >= 0.95
+    assert agreement("int4", calibration=found, window=32, sinks=4) >= 0.98

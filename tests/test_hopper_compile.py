@@ -162,8 +162,6 @@ def test_a_long_sequence_among_short_ones_gets_more_splits():
     ("layout", "options", "dtype", "heads", "word"),
     [
         ({"page": "interleaved"}, {}, torch.bfloat16, 8, None),
-        ({"format": "int2"}, {}, torch.bfloat16, 8, "int2"),
-        ({"v_format": "int3"}, {}, torch.bfloat16, 8, "int3"),
         ({"format": "int4_per_token_head"}, {}, torch.bfloat16, 8, None),
         ({"format": "int4_per_token_head", "block_order": "NHD"}, {}, torch.bfloat16, 8, "follow one another"),
         ({"format": "int8_per_token_head", "v_format": "int4"}, {}, torch.bfloat16, 8, None),

@@ -11,6 +11,7 @@ import nibblekv
 from nibblekv.formats import FORMATS
 from nibblekv.layout import KVCacheLayout
 from nibblekv.ops import gather_and_dequantize
+from nibblekv.options import AttentionOptions
 
 pytest.importorskip("triton.experimental.gluon._runtime")
 kernels = pytest.importorskip("nibblekv.backends.triton.hopper.kernels")
@@ -127,6 +128,20 @@ def test_decode_equals_exact_attention(shape, name, page):
     for seq in range(len(lens)):  # their values differ by 10^6
         rows = slice(seq * query_len, (seq + 1) * query_len)
         assert float((out[rows] - expected[rows]).norm() / expected[rows].norm()) < 6e-4
+
+
+@pytest.mark.parametrize("v_name", list(FORMATS))
+@pytest.mark.parametrize("k_name", list(FORMATS))
+def test_codes_that_the_kernels_do_not_read_are_refused(k_name, v_name, monkeypatch):
+    """Catches bit planes read as words of codes, and a check that sends every format to the portable kernels."""
+    monkeypatch.setattr(launch, "_capability", lambda device: (9, 0))
+    layout = KVCacheLayout.create(k_name, v_format=v_name, num_kv_heads=2, head_size=128)
+    options, device = AttentionOptions(softmax_scale=0.1), torch.device("cuda")
+    reason = launch.supports(layout, options, torch.float16, 1, device, 8, layout.allocate(2))
+    if FORMATS[k_name].bits in (4, 8) and FORMATS[v_name].bits in (4, 8):
+        assert reason is None
+    else:
+        assert reason.startswith("needs codes of")
 
 
 @pytest.mark.parametrize("page", ["planar", "interleaved"])

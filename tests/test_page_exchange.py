@@ -36,7 +36,7 @@ def test_every_format_travels():
 @pytest.mark.parametrize("path", KEPT, ids=[path.stem for path in KEPT])
 def test_pages_from_elsewhere_are_understood(path: Path):
     """Catches a meaning of bytes that changed with the machine, the backend or the release. H200 pages are among them."""
-    assert len(check(path, usable_backends())) == len(CASES)
+    assert len(check(path, usable_backends())) == len(json.loads(path.read_text())["cases"]) > 0
 
 
 @pytest.mark.parametrize("backend", usable_backends())
@@ -58,6 +58,7 @@ for path in {[str(path) for path in files.values()]!r}:
     print(check(Path(path), ["triton"]))
 """
     environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     done = subprocess.run(
         [sys.executable, "-c", script],
         cwd=Path(__file__).parent,

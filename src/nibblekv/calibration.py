@@ -269,9 +269,15 @@ def fingerprint(model: torch.nn.Module) -> str:
 
 
 def save_path(model: PreTrainedModel) -> Path:
-    """Return where a model's calibration belongs: beside its weights, or, where no folder can be written, in the cache."""
+    """Return where a model's calibration belongs: beside its weights, or in the cache directory.
+
+    The latter where their folder cannot be written, or is itself in the cache, whose models take no more files.
+    """
+    from nibblekv.models import cache_directory
+
     folder = Path(model.config._name_or_path)
-    if folder.is_dir() and os.access(folder, os.W_OK):
+    cached = folder.resolve().is_relative_to(cache_directory().resolve())
+    if folder.is_dir() and os.access(folder, os.W_OK) and not cached:
         return folder / FILE_NAME
     return _cached_path(fingerprint(model))
 

@@ -1,7 +1,7 @@
 """The GPU backend: portable Triton kernels for NVIDIA (compute capability 8.0 and newer) and AMD.
 
-Beside them, behind the same functions, `hopper/` writes 4-bit rows and decodes pages of every format, for plain options,
-on compute capability 9.0; a call that it does not serve (its `supports` says why) takes the portable kernels.
+Beside them, behind the same functions, `hopper/` writes 4-bit rows and decodes pages of 4- and 8-bit codes, for plain
+options, on compute capability 9.0; a call that it does not serve (its `supports` says why) takes the portable kernels.
 """
 
 from __future__ import annotations

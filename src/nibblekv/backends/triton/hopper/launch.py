@@ -18,8 +18,9 @@ from nibblekv.rotation import RotationKind, rotation_signs
 
 __all__ = ["Plan", "decode", "plan", "supports"]
 
-CODES = ("uint4", "int8", "fp8")
 HEAD_SIZES = (64, 128, 256)
+# What tensor cores take as it is masked out of a word; bit planes must be joined first.
+CODES = ("uint4", "int8", "fp8")
 ALIGNMENT = 16
 LOG2_E = 1.4426950408889634
 # Raw keys that a warp attends at once, and blocks a multiprocessor at most for those beyond a sequence's first.
