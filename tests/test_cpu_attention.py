@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import struct
 
 import pytest
 import torch
@@ -332,6 +333,13 @@ def test_without_the_compiled_kernels(monkeypatch: pytest.MonkeyPatch):
     layout = KVCacheLayout.create("int4", num_kv_heads=2, head_size=64)
     with pytest.raises(NotImplementedError, match="compiler"):
         Batch.make(layout, [5], [1], 2).attend(backend="cpu")
+
+
+def test_kernels_of_other_sources_are_refused(monkeypatch: pytest.MonkeyPatch):
+    """Catches a checkout that moved on without compiling: the kernels would read a record that is not theirs."""
+    monkeypatch.setattr(_library, "ATTENTION_ARGS", struct.Struct("60q3d"))
+    with pytest.raises(RuntimeError, match="compiled from other sources"):
+        _library.library.__wrapped__()
 
 
 def test_refuses_other_devices_and_instruction_sets():

@@ -141,7 +141,7 @@ def plan(
         stages, splits = 3, splits // 2
     raw_splits = min(-(-raw_rows // RAW_STEP), max(1, num_sms * RAW_BLOCKS // (num_seqs * num_kv_heads)))
     slots = splits + raw_splits
-    if slots <= 4 + bool(raw_rows):
+    if slots <= 4 + bool(raw_rows) or (head_size == 256 and slots <= 16):
         merge = (1, 8)
     elif slots <= 8:
         merge = (2, 8)
