@@ -9,6 +9,7 @@ import torch
 
 import nibblekv
 from nibblekv.backends.reference import raw_mask, raw_rows
+from nibblekv.cache import PagedKVCache
 from nibblekv.layout import KVCacheLayout
 from nibblekv.options import AttentionOptions
 from nibblekv.rotation import inverse_gain, rotation_matrix
@@ -218,7 +219,7 @@ def test_paged_cache_keeps_a_window_without_waiting():
     """A prompt, steps of one and of three tokens, against the reference on the CPU; writes and reads never sync."""
     layout = KVCacheLayout.create("int4", num_kv_heads=2, head_size=128)
     caches = [
-        nibblekv.PagedKVCache(layout, device=device, backend=backend, window=32, sinks=4, raw_dtype=torch.float16)
+        PagedKVCache(layout, device=device, backend=backend, window=32, sinks=4, raw_dtype=torch.float16)
         for device, backend in (("cuda", "triton"), ("cpu", "reference"))
     ]
     ids = [cache.add_sequences(2) for cache in caches]

@@ -19,8 +19,8 @@ from nibblekv.benchmarking_cuda import count_kernels  # noqa: E402
 
 DEVICE = torch.device("cuda")
 WINDOW, SINKS = 32, 4
-# Of torch's allocator: it rounds each of a call's few tensors up.
-ROUNDING = 16 << 10
+# Of torch's allocator: it rounds up, and leaves a free block whole whose rest would be below 1 MiB.
+ROUNDING = 1 << 20
 PAGES = {
     "planar": {"format": "int4"},
     "interleaved": {"format": "int4_per_token_head"},
