@@ -263,6 +263,32 @@ def test_raw_window_with_every_option(name: str, own: bool, monkeypatch: pytest.
         torch.testing.assert_close(lse, expected_lse, atol=1e-3, rtol=1e-3)
 
 
+def test_indices_of_any_strides() -> None:
+    """Catches kernels that take the columns of a table, and every second entry of a list, for neighbours."""
+    layout = create()
+    batch = make_batch(layout, [1, 3], [20, 50])
+    options = AttentionOptions(softmax_scale=0.125)
+    expected, _ = batch.attend(reference, options)
+
+    def spread(index: torch.Tensor) -> torch.Tensor:
+        return torch.stack((index, torch.full_like(index, -9)), -1).flatten(-2)[..., ::2]
+
+    strided = dataclasses.replace(
+        batch,
+        block_table=spread(batch.block_table),
+        seq_lens=spread(batch.seq_lens),
+        query_start_loc=spread(batch.query_start_loc),
+    )
+    assert relative_error(strided.attend(backend, options)[0], expected) < 1e-3
+    slots = spread(torch.tensor([3, 17, 30, 8], device=DEVICE))
+    rows = torch.randn(2, 4, HEADS, layout.head_size, device=DEVICE)
+    ours, theirs = layout.allocate(3, DEVICE), layout.allocate(3, DEVICE)
+    backend.reshape_and_cache(*rows, ours, slots, layout)
+    backend.reshape_and_cache(*rows, theirs, slots.contiguous(), layout)
+    assert ours.any()
+    assert torch.equal(ours, theirs)
+
+
 @pytest.mark.parametrize(("window", "sinks"), WINDOWS)
 def test_raw_window_of_one_query(window: int, sinks: int) -> None:
     """Decoding, where all rows share a limit and whole tiles are left out; the first sequence is shorter than the window."""

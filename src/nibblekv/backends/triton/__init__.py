@@ -60,6 +60,8 @@ def reshape_and_cache(
     """Quantize rows and write them to their slots; see `nibblekv.reshape_and_cache`."""
     from nibblekv.backends.triton.launch import replay
 
+    slot_mapping = _dense(slot_mapping)
+
     def write() -> None:
         if _is_hopper(key.device):
             from nibblekv.backends.triton import hopper
@@ -94,6 +96,7 @@ def paged_attention(
     max_seq_len: int,
 ) -> None:
     """Attend over packed pages into `out` (and `lse`); see `nibblekv.paged_attention`."""
+    block_table, seq_lens, query_start_loc = _dense(block_table), _dense(seq_lens), _dense(query_start_loc)
     if key is not None and value is not None:
         from nibblekv.backends.triton import prefill
 
@@ -138,6 +141,11 @@ def paged_attention(
          *[None if t is None else (t.dtype, t.shape, t.stride()) for t in tensors]),
         (query, kv_cache, block_table, seq_lens, query_start_loc, out, lse, *tensors), layout, attend,
     )  # fmt: skip
+
+
+def _dense(index: torch.Tensor) -> torch.Tensor:
+    """Return the integers with a last stride of 1, which the kernels take for granted."""
+    return index if index.stride(-1) == 1 else index.contiguous()
 
 
 def _skew(lengths: Sequence[int]) -> int:
