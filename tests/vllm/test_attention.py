@@ -73,6 +73,7 @@ def make_step(**fields: Any) -> Step:
     starts = torch.tensor([0, *torch.tensor(QUERY_LENS).cumsum(0).tolist()], dtype=torch.int32)
     common = SimpleNamespace(
         max_query_len=max(QUERY_LENS),
+        max_seq_len=max(SEQ_LENS),
         num_reqs=4,
         query_start_loc=starts,
         query_start_loc_cpu=starts,
@@ -298,6 +299,7 @@ def common_of(query_lens: list[int], seq_lens: list[int], is_prefilling: list[bo
     starts = torch.tensor([0, *query_lens]).cumsum(0)
     return SimpleNamespace(
         max_query_len=max(query_lens),
+        max_seq_len=max(seq_lens),
         num_reqs=len(query_lens),
         query_start_loc=starts,
         query_start_loc_cpu=starts,
@@ -322,6 +324,21 @@ def test_lengths_are_taken_from_the_host_only_where_they_are_exact():
     assert split.host_lengths == ([0, 20, 50], [50, 30])
     assert attention.split_prefills(common_of([1, 20, 30], [7, 50, 30], [False, False, True]), 8).host_lengths is None
     assert attention.split_prefills(common_of([1, 20, 30], [7, 50, 30], None), 8).host_lengths is None
+
+
+def test_lengths_that_a_drafter_left_behind_are_not_taken():
+    """Catches a draft model's first step behind a prompt: its tokens are counted, and its stored prefix comes out too short."""
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+    from vllm.v1.spec_decode.utils import extend_all_queries_by_N
+
+    fields = vars(common_of([20, 30], [50, 30], [True, True]))
+    tensors = {"block_table_tensor": torch.zeros(2, 4), "slot_mapping": torch.zeros(50), "seq_lens": torch.tensor([50, 30])}
+    common = CommonAttentionMetadata(**fields, **tensors, num_actual_tokens=50)
+    assert attention.split_prefills(common, 8).host_lengths == ([0, 20, 50], [50, 30])
+    extended = extend_all_queries_by_N(common, 1, torch.arange(3), torch.zeros(52))
+    split = attention.split_prefills(extended, 8)
+    assert split.query_start_loc.tolist() == [0, 21, 52]
+    assert split.host_lengths in (None, ([0, 21, 52], [51, 31]))
 
 
 def test_rows_that_pad_a_step_are_not_taken_for_a_prompt():

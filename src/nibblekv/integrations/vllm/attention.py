@@ -156,10 +156,12 @@ def split_prefills(common: Any, threshold: int) -> PrefillSplit | None:
         return None
     num_decodes = int(prefills.int().argmax())
     num_decode_tokens = int(starts[num_decodes])
-    lengths = common.seq_lens_cpu_upper_bound
-    # vLLM knows the lengths of prompts; of a request whose drafts it has not verified yet, a bound.
-    known = lengths is not None and common.is_prefilling is not None
-    if known and bool(common.is_prefilling[num_decodes : common.num_reqs].all()):
+    lengths, prefilling = common.seq_lens_cpu_upper_bound, common.is_prefilling
+    # vLLM knows the lengths of prompts; of a request whose drafts it has not verified yet, a bound. And it leaves these
+    # lengths behind where a drafter that takes further tokens moves all the other fields on (`extend_all_queries_by_N`).
+    known = lengths is not None and prefilling is not None
+    known = known and int(lengths[: common.num_reqs].max()) >= common.max_seq_len
+    if known and bool(prefilling[num_decodes : common.num_reqs].all()):
         host_starts = (starts[num_decodes:] - num_decode_tokens).tolist()
         host_lengths = (host_starts, lengths[num_decodes : common.num_reqs].tolist())
     else:
