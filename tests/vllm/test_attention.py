@@ -327,7 +327,7 @@ def test_lengths_are_taken_from_the_host_only_where_they_are_exact():
 
 
 def test_lengths_that_a_drafter_left_behind_are_not_taken():
-    """Catches a draft model's first step behind a prompt: its tokens are counted, and its stored prefix comes out too short."""
+    """Catches a draft model's first step after a prompt, whose stored prefix would come out a token short."""
     from vllm.v1.attention.backend import CommonAttentionMetadata
     from vllm.v1.spec_decode.utils import extend_all_queries_by_N
 

@@ -121,6 +121,17 @@ def test_folders_are_kept_apart_wherever_a_configuration_names_them():
         "/pages/name"
     )
     assert tiers == [{"type": "fs", "root_dir": "/pages"}]
+    extra = {"secondary_tiers": [{"type": "obj"}, {"type": "obj", "prefix": "a"}]}
+    stores = transfer._apart(Config(connector="OffloadingConnector", extra=extra), "name").kv_transfer_config
+    assert stores.kv_connector_extra_config["secondary_tiers"] == [
+        {"type": "obj", "prefix": "name"},
+        {"type": "obj", "prefix": "a/name"},
+    ]
+    for private in (
+        Config(connector="SimpleCPUOffloadConnector", extra={"disk_path": "/file"}),
+        Config(connector="ExampleHiddenStatesConnector", extra={"shared_storage_path": "/states"}),
+    ):
+        assert transfer._apart(private, "name").kv_transfer_config.kv_connector_extra_config == private.extra
     default = transfer._apart(Config(connector="ExampleConnector"), "name")
     assert default.kv_transfer_config.kv_connector_extra_config == {"shared_storage_path": "/tmp/name"}
 
@@ -136,6 +147,21 @@ def test_peers_that_talk_to_each_other_compare_the_name(monkeypatch):
     compute = worker.compute_nixl_compatibility_hash
     assert compute(Config(), "TRITON_ATTN", transfer_mode="pull") == "pull TRITON_ATTN nibblekv-int4.v1-int4.v1-planar16"
     assert compute(Config("auto"), "TRITON_ATTN", transfer_mode="pull") == "pull TRITON_ATTN"
+
+
+def test_connectors_inside_another_are_kept_apart_as_if_alone(monkeypatch):
+    """Catches pages of another format behind vLLM's connector of several, which makes the others without its factory."""
+    compared: list[bool] = []
+    said: list[str] = []
+    monkeypatch.setattr(transfer, "_name_in_nixl_hash", lambda: compared.append(True))
+    monkeypatch.setattr(transfer.logger, "warning_once", lambda message, *values: said.append(message % values))
+    names = ("NixlConnector", "ExampleConnector", "MooncakeConnector")
+    children = [{"kv_connector": name, "kv_role": "kv_both"} for name in names]
+    apart = transfer._apart(Config(connector="MultiConnector", extra={"connectors": children}), "name").kv_transfer_config
+    entries = [child["kv_connector_extra_config"] for child in apart.kv_connector_extra_config["connectors"]]
+    assert entries == [{}, {"shared_storage_path": "/tmp/name"}, {}]
+    assert compared == [True]
+    assert [message.partition(" ")[0] for message in said] == ["MooncakeConnector"]
 
 
 def test_the_function_that_is_taken_for_the_check_is_the_one_that_vllm_calls():
@@ -154,3 +180,5 @@ def test_a_connector_that_compares_nothing_gets_a_sentence(monkeypatch):
         "MooncakeConnector does not compare what its peers store: give each the same NIBBLEKV_FORMAT and version of "
         "nibblekv, here name."
     ]
+    transfer._apart(Config(connector="OffloadingConnector", extra={"secondary_tiers": [{"type": "p2p"}]}), "name")
+    assert said[1].startswith("The tier 'p2p' does not compare")

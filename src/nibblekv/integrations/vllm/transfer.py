@@ -1,8 +1,8 @@
 """Pages that leave an engine, for a disk, a store or another engine: a reader must store the same bytes.
 
 vLLM's connectors name pages by model, tokens and cache dtype, and `int4_per_token_head` may stand for several formats. So a
-connector that keeps pages in a folder gets a folder of its own for each format and version, and NIXL, whose peers compare a
-hash before they exchange pages and refuse one another where it differs, gets the format in that hash.
+connector that keeps pages in a folder or an object store gets a folder of its own for each format and version, and NIXL,
+whose peers compare a hash before they exchange pages and refuse one another where it differs, gets the format in that hash.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ __all__ = ["name_pages", "pages_name"]
 logger = init_logger("vllm.nibblekv")
 
 _NIXL_WORKER = "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker"
-# Entries of a connector's configuration that name a folder of pages, and connectors that have a default for it.
-_FOLDERS = ("shared_storage_path", "disk_path", "root_dir")
-_DEFAULT_FOLDERS = {"ExampleConnector": "/tmp", "SharedStorageConnector": "/tmp"}
-# Connectors that keep pages in folders or in the engine's own memory only, or make other connectors.
-_LOCAL = {*_DEFAULT_FOLDERS, "OffloadingConnector", "SimpleCPUOffloadConnector", "DecodeBenchConnector", "MultiConnector"}
+# Entries of a connector's configuration that name a folder of pages which others may read, and a connector's default.
+_FOLDERS = ("shared_storage_path", "root_dir")
+_DEFAULT_FOLDER = {"ExampleConnector": {"shared_storage_path": "/tmp"}}
+# Connectors that keep pages in such folders, or nowhere beyond the engine's life; the same for tiers behind a connector.
+_LOCAL = {"ExampleConnector", "OffloadingConnector", "SimpleCPUOffloadConnector", "DecodeBenchConnector"}
+_LOCAL_TIERS = {"example", "fs"}
 
 
 def pages_name(config: Any) -> str | None:
@@ -62,22 +63,42 @@ def name_pages() -> None:
 
 def _apart(config: Any, name: str) -> Any:
     """Return vLLM's configuration with folders of pages replaced by subfolders of that name; prepare NIXL's hash."""
-    connector = config.kv_transfer_config.kv_connector
-    entries = config.kv_transfer_config.kv_connector_extra_config
-    if connector in _DEFAULT_FOLDERS:
-        entries = {"shared_storage_path": _DEFAULT_FOLDERS[connector]} | entries
+    transfer = copy.copy(config.kv_transfer_config)
+    transfer.kv_connector_extra_config = _placed(transfer.kv_connector, transfer.kv_connector_extra_config, name)
+    config = copy.copy(config)
+    config.kv_transfer_config = transfer
+    return config
+
+
+def _placed(connector: str, entries: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return the entries of a connector's configuration, and of the connectors in it, with folders of that name."""
+    if connector == "ExampleHiddenStatesConnector":  # it keeps no pages
+        return entries
+    if connector == "MultiConnector":  # it makes the others without vLLM's factory
+        return entries | {"connectors": [_placed_child(child, name) for child in entries.get("connectors", [])]}
     if connector.startswith("Nixl"):
         _name_in_nixl_hash()
     elif connector not in _LOCAL:
-        logger.warning_once(
-            "%s does not compare what its peers store: give each the same NIBBLEKV_FORMAT and version of nibblekv, here %s.",
-            connector,
-            name,
-        )
-    config = copy.copy(config)
-    config.kv_transfer_config = copy.copy(config.kv_transfer_config)
-    config.kv_transfer_config.kv_connector_extra_config = _in_subfolders(entries, name)
-    return config
+        _warn(connector, name)
+    entries = _in_subfolders(_DEFAULT_FOLDER.get(connector, {}) | entries, name)
+    if "secondary_tiers" in entries:
+        entries["secondary_tiers"] = [_placed_tier(tier, name) for tier in entries["secondary_tiers"]]
+    return entries
+
+
+def _placed_child(child: dict[str, Any], name: str) -> dict[str, Any]:
+    entries = child.get("kv_connector_extra_config", {})
+    return child | {"kv_connector_extra_config": _placed(child["kv_connector"], entries, name)}
+
+
+def _placed_tier(tier: dict[str, Any], name: str) -> dict[str, Any]:
+    kind = tier.get("type")
+    if kind == "obj":  # an object store, whose keys begin with this
+        prefix = tier.get("prefix", "")
+        return tier if Path(prefix).name == name else tier | {"prefix": str(Path(prefix) / name)}
+    if kind not in _LOCAL_TIERS:
+        _warn(f"The tier {kind!r}", name)
+    return tier
 
 
 def _in_subfolders(entries: Any, name: str) -> Any:
@@ -91,12 +112,20 @@ def _in_subfolders(entries: Any, name: str) -> Any:
     }
 
 
+def _warn(connector: str, name: str) -> None:
+    logger.warning_once(
+        "%s does not compare what its peers store: give each the same NIBBLEKV_FORMAT and version of nibblekv, here %s.",
+        connector,
+        name,
+    )
+
+
 def _subfolder(folder: str, name: str) -> str:
     """Return folder/name, the folder itself if it has that name; say what else the folder holds."""
     path = Path(folder)
     if path.name == name:
         return folder
-    others = sorted(other.name for other in path.glob("nibblekv-*") if other.name != name)
+    others = sorted(other.name for other in path.glob("nibblekv-*") if other.name != name) if folder else []
     if others:
         logger.warning_once(
             "%s holds pages of %s, which this engine does not read: it stores %s.", folder, ", ".join(others), name
