@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from oracle import attend
@@ -193,6 +194,21 @@ def test_batch_options_are_cut_where_the_prefills_begin(kind):
     output, expected = run_step(make_impl(kind, sliding_window=12), step, layer)
     options = AttentionOptions(HEAD_SIZE**-0.5, sliding_window=12, mm_prefix_ranges=ranges, mm_prefix_clamp=True)
     assert error(output, expected(options)) < 1e-3
+
+
+@pytest.mark.parametrize("split", [True, False])
+def test_lengths_reach_the_kernels_as_integers(split, monkeypatch):
+    """Catches a length of NumPy's, as of chunked local attention, which Triton refuses as a kernel's argument."""
+    seen: list[type] = []
+
+    def call(*arguments: Any, max_query_len: int, **options: Any) -> None:
+        seen.append(type(max_query_len))
+
+    monkeypatch.setattr(attention, "paged_attention", call)
+    step = make_step(max_query_len=np.int64(max(QUERY_LENS)), **{} if split else {"nibblekv_split": None})
+    output, cache = torch.empty_like(step.query), padded_cache(None, HEAD_SIZE + 8)
+    make_impl("triton").forward(LAYER, step.query, step.key, step.value, cache, step.metadata, output)
+    assert seen == [int] * (1 + split)
 
 
 def test_prefix_and_window_of_the_triton_backend():

@@ -159,6 +159,7 @@ def test_settings(monkeypatch):
     [
         ("NIBBLEKV_FORMAT", "int5", "NIBBLEKV_FORMAT: expected one of int4"),
         ("NIBBLEKV_STRICT", "maybe", "NIBBLEKV_STRICT: expected 1 or 0, got 'maybe'"),
+        ("NIBBLEKV_BACKEND", "tritn", "NIBBLEKV_BACKEND: expected 'auto' or one of triton, cpu, reference, got 'tritn'"),
     ],
 )
 def test_wrong_settings_are_named(monkeypatch, variable, value, message):
@@ -170,3 +171,5 @@ def test_wrong_settings_are_named(monkeypatch, variable, value, message):
 def test_wrong_additional_config_is_named():
     with pytest.raises(ValueError, match=r"additional_config\['nibblekv'\]\['fromat'\]: expected one of format"):
         Settings().updated({"nibblekv": {"fromat": "int4"}})
+    with pytest.raises(ValueError, match=r"additional_config\['nibblekv'\]\['backend'\]: expected 'auto' or one of"):
+        Settings().updated({"nibblekv": {"backend": "tritn"}})

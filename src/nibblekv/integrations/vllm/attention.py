@@ -387,6 +387,7 @@ class QuantizedAttention:
         num_seqs = metadata.seq_lens.shape[0]
         num_decodes = num_seqs if split is None else split.num_decodes
         boundary = num_tokens if split is None else split.num_decode_tokens
+        max_query_len = int(metadata.max_query_len)  # of chunked local attention: NumPy's, which no kernel takes
         if num_decodes:
             paged_attention(
                 query[:boundary],
@@ -395,7 +396,7 @@ class QuantizedAttention:
                 metadata.seq_lens[:num_decodes],
                 metadata.query_start_loc[: num_decodes + 1],
                 layout,
-                max_query_len=metadata.max_query_len if split is None else split.max_decode_len,
+                max_query_len=max_query_len if split is None else split.max_decode_len,
                 max_seq_len=metadata.max_seq_len,
                 out=output[:boundary],
                 backend=self.nibblekv_settings.backend,
@@ -414,7 +415,7 @@ class QuantizedAttention:
                 layout,
                 key=key[boundary:num_tokens],
                 value=value[boundary:num_tokens],
-                max_query_len=metadata.max_query_len,
+                max_query_len=max_query_len,
                 max_seq_len=metadata.max_seq_len,
                 out=output[boundary:num_tokens],
                 backend=self.nibblekv_settings.backend,

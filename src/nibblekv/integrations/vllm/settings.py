@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+from nibblekv.backends import BACKENDS
 from nibblekv.formats import FORMATS
 
 __all__ = ["DTYPES", "SUPPORTED", "Settings"]
@@ -50,7 +51,7 @@ class Settings:
         return cls(
             format=_format("NIBBLEKV_FORMAT", os.environ.get("NIBBLEKV_FORMAT") or cls.format),
             strict=_flag("NIBBLEKV_STRICT", os.environ.get("NIBBLEKV_STRICT", "")),
-            backend=os.environ.get("NIBBLEKV_BACKEND") or cls.backend,
+            backend=_backend("NIBBLEKV_BACKEND", os.environ.get("NIBBLEKV_BACKEND") or cls.backend),
             disabled=_flag("NIBBLEKV_DISABLE", os.environ.get("NIBBLEKV_DISABLE", "")),
         )
 
@@ -68,10 +69,8 @@ class Settings:
             name = f"additional_config['nibblekv']['{key}']"
             if key not in values:
                 raise ValueError(f"{name}: expected one of {', '.join(values)}")
-            if key == "format":
-                values[key] = _format(name, str(value))
-            else:
-                values[key] = str(value) if key == "backend" else _flag(name, str(value))
+            read = {"format": _format, "backend": _backend}.get(key, _flag)
+            values[key] = read(name, str(value))
         return Settings(**values)
 
     def formats(self, kv_cache_dtype: str) -> tuple[str, str]:
@@ -85,6 +84,12 @@ def _flag(name: str, value: str) -> bool:
     if value.lower() not in _FLAGS:
         raise ValueError(f"{name}: expected 1 or 0, got {value!r}")
     return _FLAGS[value.lower()]
+
+
+def _backend(name: str, value: str) -> str:
+    if value != "auto" and value not in BACKENDS:
+        raise ValueError(f"{name}: expected 'auto' or one of {', '.join(BACKENDS)}, got {value!r}")
+    return value
 
 
 def _format(name: str, value: str) -> str:
