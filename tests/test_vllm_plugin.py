@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.metadata
+import math
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,6 +20,33 @@ def test_status_says_that_vllm_is_missing(monkeypatch: pytest.MonkeyPatch):
     assert status["reason"] == "vLLM is not installed"
     assert status["version"] is None
     assert set(status["dtypes"]) == {"int4_per_token_head", "int8_per_token_head", "fp8_per_token_head"}
+
+
+def test_status_says_which_setting_is_wrong(monkeypatch: pytest.MonkeyPatch):
+    """Catches a doctor that dies of what it was asked about."""
+    point = importlib.metadata.EntryPoint("nibblekv", "nibblekv.integrations.vllm:register", "vllm.general_plugins")
+    monkeypatch.setattr(plugin.importlib.util, "find_spec", lambda name: SimpleNamespace(origin="vllm/__init__.py"))
+    monkeypatch.setattr(plugin.importlib.metadata, "entry_points", lambda group: [point])
+    monkeypatch.setattr(plugin, "_distribution", lambda: ("vllm", "0.32.0"))
+    assert plugin.vllm_status()["active"]
+    monkeypatch.setenv("NIBBLEKV_BACKEND", "tritn")
+    status = plugin.vllm_status()
+    assert not status["active"]
+    assert status["reason"].startswith("NIBBLEKV_BACKEND: expected 'auto' or one of")
+
+
+def test_prompts_after_which_two_engines_list_no_common_token_are_infinitely_apart():
+    """Catches a comparison of two engines that fails where they differ most, and loses the rows of both."""
+    a, b = {"logprobs": {"1": -0.5, "2": -1.0}}, {"logprobs": {"1": -0.25, "3": -1.0}}
+    assert benchmarking_serve._difference(a, b) == 0.25
+    assert benchmarking_serve._difference({"logprobs": {"2": -1.0}}, b) == math.inf
+
+
+def test_contenders_store_what_their_names_say():
+    """Catches a row of 4 bits that was measured with the format of the caller's environment."""
+    for name, contender in benchmarking_serve.QUALITY_CONTENDERS.items():
+        if name.startswith(("int4, nibblekv", "int4_per_token_head")):
+            assert contender.environment["NIBBLEKV_FORMAT"] == contender.format
 
 
 def test_a_folder_named_vllm_is_not_vllm(monkeypatch: pytest.MonkeyPatch, tmp_path):

@@ -101,7 +101,8 @@ class Contender:
     format: str = "none"
 
 
-_STOCK, _OURS = {"NIBBLEKV_DISABLE": "1"}, {"NIBBLEKV_DISABLE": "0"}
+# The names say what is stored, whatever the caller's environment asks for.
+_STOCK, _OURS = {"NIBBLEKV_DISABLE": "1"}, {"NIBBLEKV_DISABLE": "0", "NIBBLEKV_FORMAT": "int4"}
 CONTENDERS = {
     "16-bit, vLLM": Contender({"kv_cache_dtype": "auto"}, _STOCK, ("cuda", "cpu")),
     # vLLM on CPU accepts the dtype and generates noise, so there is nothing to time.
@@ -305,8 +306,9 @@ def bench_ranks(
 
 
 def _difference(a: dict[str, Any], b: dict[str, Any]) -> float:
-    """Return the largest difference of two steps' log-probabilities over the tokens that both list."""
-    return max((abs(value - b["logprobs"][token]) for token, value in a["logprobs"].items() if token in b["logprobs"]))
+    """Return the largest difference of two steps' log-probabilities over the tokens that both list, infinite for none."""
+    shared = a["logprobs"].keys() & b["logprobs"].keys()
+    return max((abs(a["logprobs"][token] - b["logprobs"][token]) for token in shared), default=math.inf)
 
 
 def write_random_llama(folder: Path, config: dict[str, Any], logit_std: float = 0.3) -> None:

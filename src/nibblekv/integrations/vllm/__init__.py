@@ -94,12 +94,16 @@ def vllm_status() -> dict[str, Any]:
         installed: whether a `vllm` module is found. distribution, version: of its package, or None.
         supported: whether the version is in the range that `register` accepts without a warning.
         entry_point: whether vLLM will find the plugin (the package is installed with its metadata).
-        active: whether the plugin will be in use: found, supported or newer, not switched off.
+        active: whether the plugin will be in use: found, supported or newer, settings valid, not switched off.
         reason: why it is not active, or None.
         backends: vLLM's name of each attention backend that is replaced -> our class.
         dtypes: for each `--kv-cache-dtype` served: the formats of keys and values, bits per value at head size 128.
     """
-    settings = Settings.from_environment()
+    settings, wrong = Settings(), None
+    try:
+        settings = Settings.from_environment()
+    except ValueError as error:  # vLLM will not start: to be said with all the rest
+        wrong = str(error)
     spec = importlib.util.find_spec("vllm")
     installed = spec is not None and spec.origin is not None  # a mere folder of that name has no origin
     name, version = _distribution() if installed else (None, None)
@@ -114,6 +118,8 @@ def vllm_status() -> dict[str, Any]:
         reason = "nibblekv is importable but not installed, so vLLM cannot find its entry point"
     elif settings.disabled:
         reason = "NIBBLEKV_DISABLE is set"
+    else:
+        reason = wrong
     dtypes = {}
     for dtype in DTYPES:
         k_format, v_format = settings.formats(dtype)

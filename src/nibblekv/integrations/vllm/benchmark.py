@@ -70,7 +70,8 @@ def measure(config: dict[str, Any], report: Report) -> None:
     llm = build(config, report)
     context, new_tokens = config["context"], config["new_tokens"]
     cache = llm.llm_engine.vllm_config.cache_config
-    fitting = cache.num_gpu_blocks * cache.block_size // (context + new_tokens)
+    # In whole blocks, of which vLLM keeps one for itself.
+    fitting = (cache.num_gpu_blocks - 1) // -(-(context + new_tokens) // cache.block_size)
     requests = config["requests"] or min(fitting, config["engine"]["max_num_seqs"])
     draw = random.Random(0)
     prompts = [
