@@ -373,6 +373,29 @@ def test_graphs_are_captured_for_batches_of_one_query_length_only():
     assert support(None, SimpleNamespace(kv_quant_mode=SimpleNamespace(name="NONE"))) is AttentionCGSupport.ALWAYS
 
 
+@dataclass
+class Compilation:
+    """The part of vLLM's configuration that knows the layers; may be referred to weakly."""
+
+    static_forward_context: dict[str, Any]
+
+
+def test_a_draft_model_of_another_dtype_leaves_the_order_of_pages_as_it_is(monkeypatch):
+    """Catches pages whose heads are apart: vLLM asks for the order outside its context, when the draft was built last."""
+    compilation = Compilation({"target": SimpleNamespace(kv_cache_dtype=INT4)})
+    config = SimpleNamespace(
+        additional_config={}, cache_config=SimpleNamespace(cache_dtype="auto"), compilation_config=compilation
+    )
+    for name in ("_last_dtype", "_last_compilation"):
+        monkeypatch.setattr(attention, name, None)
+    monkeypatch.setattr(attention, "get_current_vllm_config_or_none", lambda: config)
+    assert attention.model_is_ours()
+    monkeypatch.setattr(attention, "get_current_vllm_config_or_none", lambda: None)
+    assert attention.model_is_ours()
+    compilation.static_forward_context["target"].kv_cache_dtype = "auto"
+    assert not attention.model_is_ours()
+
+
 @pytest.mark.parametrize("kind", list(IMPLS))
 @pytest.mark.parametrize("fmt", ["int4", "int4_per_token_head"])
 def test_rows_longer_than_the_format(kind, fmt, monkeypatch):

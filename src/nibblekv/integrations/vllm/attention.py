@@ -78,8 +78,18 @@ def is_ours(kv_cache_dtype: str | None) -> bool:
 
 
 def model_is_ours() -> bool:
-    """Say whether the model being built, or the last one built, stores nibblekv's pages in any layer."""
-    return not current_settings().disabled and _last_dtype in DTYPES
+    """Say whether the model being built, or the last one built, stores nibblekv's pages in any layer.
+
+    A draft model of another cache dtype is built after its target, and shares the table of layers with it.
+    """
+    if current_settings().disabled:
+        return False
+    return _last_dtype in DTYPES or any(getattr(layer, "kv_cache_dtype", None) in DTYPES for layer in _built_layers())
+
+
+def _built_layers() -> list[Any]:
+    compilation = None if _last_compilation is None else _last_compilation()
+    return [] if compilation is None else list(compilation.static_forward_context.values())
 
 
 def is_our_spec(spec: Any) -> bool:
@@ -118,9 +128,7 @@ def customize_spec(spec: Any) -> Any:
         return layout_of(settings, dtype, spec.num_kv_heads, head_size, head_size_v, 16).slot_bytes
 
     content = slot_bytes(spec.head_size, spec.head_size_v)
-    compilation = None if _last_compilation is None else _last_compilation()
-    layers = {} if compilation is None else compilation.static_forward_context
-    ours = (layer for layer in layers.values() if getattr(layer, "kv_cache_dtype", None) == dtype)
+    ours = (layer for layer in _built_layers() if getattr(layer, "kv_cache_dtype", None) == dtype)
     smallest = min((layer.head_size for layer in ours), default=spec.head_size)
     if spec.head_size == spec.head_size_v and spec.head_size % smallest == 0:
         content = max(content, spec.head_size // smallest * slot_bytes(smallest, smallest))
