@@ -231,6 +231,10 @@ def test_strict_mode_captured_graphs_and_shared_caches_read_stored_bytes_only(ki
     output, expected = run_step(make_impl(kind), make_step(), LAYER, raw=False)
     assert error(output, expected(options)) < 1e-3
     monkeypatch.setenv("NIBBLEKV_STRICT", "0")
+    monkeypatch.setattr(attention, "envs", SimpleNamespace(VLLM_BATCH_INVARIANT=True))
+    output, expected = run_step(make_impl(kind), make_step(), LAYER, raw=False)
+    assert error(output, expected(options)) < 1e-3
+    monkeypatch.setattr(attention, "envs", SimpleNamespace(VLLM_BATCH_INVARIANT=False))
     output, _ = run_step(make_impl(kind), make_step(), LAYER)
     assert error(output, expected(options)) > 1e-2
 

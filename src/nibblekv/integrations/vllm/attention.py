@@ -42,7 +42,7 @@ _last_compilation: weakref.ref[Any] | None = None
 
 @dataclass
 class PrefillSplit:
-    """Where the prefill requests of a batch begin. vLLM puts requests with few new tokens first.
+    """Where the prefill requests of a batch begin. vLLM puts requests with few new tokens first, but for short whole prompts.
 
     num_decodes, num_decode_tokens: requests and tokens before the first prefill.
     num_tokens: all tokens of the batch, without padding.
@@ -255,6 +255,8 @@ class QuantizedAttention:
             check_head_size(head_size)
             name_pages()
             self.nibblekv_settings = current_settings()
+            # Raw keys stand for those of a request's own chunk, which is cut by what else is in the batch.
+            self.nibblekv_strict = self.nibblekv_settings.strict or bool(envs.VLLM_BATCH_INVARIANT)
             self.nibblekv_dtype = kv_cache_dtype
             self.nibblekv_shape = (num_kv_heads, head_size)
             self.nibblekv_owns_cache = kv_sharing_target_layer_name is None
@@ -264,7 +266,7 @@ class QuantizedAttention:
                 "softcap": float(logits_soft_cap or 0.0),
                 "alibi_sqrt": extra.get("use_alibi_sqrt", False),
                 "chunk_lookback": extra.get("chunk_lookback", -1),
-                "batch_invariant": self.nibblekv_settings.strict or bool(envs.VLLM_BATCH_INVARIANT),
+                "batch_invariant": self.nibblekv_strict,
             }
             k_format, v_format = self.nibblekv_settings.formats(kv_cache_dtype)
             logger.info_once(
@@ -272,7 +274,7 @@ class QuantizedAttention:
                 kv_cache_dtype,
                 k_format,
                 v_format,
-                ", strict mode" if self.nibblekv_settings.strict else "",
+                ", strict mode" if self.nibblekv_strict else "",
             )
         super().__init__(  # type: ignore[call-arg]
             num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype, logits_soft_cap,
@@ -385,7 +387,7 @@ class QuantizedAttention:
         """
         num_tokens = metadata.num_actual_tokens
         split: PrefillSplit | None = getattr(metadata, "nibblekv_split", None)
-        if self.nibblekv_settings.strict or not self.nibblekv_owns_cache or key is None or value is None:
+        if self.nibblekv_strict or not self.nibblekv_owns_cache or key is None or value is None:
             split = None
         options = {**self.nibblekv_options, **options}
         if output_scale is not None:
