@@ -62,3 +62,17 @@ def test_serving_benchmark_names_what_it_does_not_know():
         benchmarking_serve.bench_serve(contenders=("int2",))
     with pytest.raises(ValueError, match="expected at least 1 and 2, got 8 and 1"):
         benchmarking_serve.bench_serve(context=8, new_tokens=1)
+    with pytest.raises(ValueError, match="ranks: expected at least 2, got 1"):
+        benchmarking_serve.bench_ranks(1)
+
+
+def test_ranks_report_each_engine(monkeypatch: pytest.MonkeyPatch, tmp_path):
+    """Catches a comparison that is lost whole when its second engine is cut off."""
+    step = {"token": 1, "logprobs": {"1": -0.5}}
+    figures = {"cache_tokens": 64, "steps": [[step, step]]}
+    monkeypatch.setattr(benchmarking_serve, "_run_contender", lambda *arguments: dict(figures))
+    (tmp_path / "config.json").write_text('{"vocab_size": 32}')
+    seen: list[list[str]] = []
+    benchmarking_serve.bench_ranks(2, str(tmp_path), context=4, done=lambda rows: seen.append([*rows[-1]]))
+    assert [len(names) for names in seen] == [2, 2, 5]
+    assert not any("steps" in names for names in seen)

@@ -267,7 +267,17 @@ def bench_ranks(
         logarithms of probabilities; the second has tokens_ratio (its cache_tokens to those of the first), and
         first_token_error and second_token_error: the largest difference of a log-probability that both engines list, for
         the token after the prompt, and for the one after that where both chose the same first token.
+
+    Raises:
+        ValueError: fewer than 2 ranks.
     """
+    if ranks < 2:
+        raise ValueError(f"ranks: expected at least 2, got {ranks}")
+
+    def bare(rows: list[dict[str, Any]]) -> None:
+        if done is not None:
+            done([{name: value for name, value in row.items() if name != "steps"} for row in rows])
+
     table = {
         f"{n} rank{'s' * (n > 1)}": Contender(
             {"kv_cache_dtype": "int4_per_token_head", "tensor_parallel_size": n}, _OURS, ("cuda", "cpu")
@@ -291,7 +301,7 @@ def bench_ranks(
             "skip_tokenizer_init": True,
         } | _graphs(prompts)
         load = {"prompts": [[draw.randrange(10, vocabulary) for _ in range(context)] for _ in range(prompts)]}
-        rows = _run_all(table, tuple(table), common | (engine or {}), load, {}, folder, timeout_s, progress, None)
+        rows = _run_all(table, tuple(table), common | (engine or {}), load, {}, folder, timeout_s, progress, bare)
     steps = [row.pop("steps", None) for row in rows]
     if None not in steps:
         rows[1]["tokens_ratio"] = rows[1]["cache_tokens"] / rows[0]["cache_tokens"]

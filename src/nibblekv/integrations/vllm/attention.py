@@ -42,7 +42,7 @@ _last_compilation: weakref.ref[Any] | None = None
 
 @dataclass
 class PrefillSplit:
-    """Where the prefill requests of a batch begin. vLLM puts requests with few new tokens first, but for short whole prompts.
+    """Where the prefill requests of a batch begin. vLLM puts requests with few new tokens first, whole short prompts not.
 
     num_decodes, num_decode_tokens: requests and tokens before the first prefill.
     num_tokens: all tokens of the batch, without padding.
@@ -144,7 +144,7 @@ def kv_cache_shape(
         NotImplementedError: these releases count D + 8 bytes for 4-bit rows themselves, and the formats take another size.
     """
     layout = layout_of(current_settings(), kv_cache_dtype, num_kv_heads, head_size, head_size, block_size)
-    budget = 2 * get_format("int4" if kv_cache_dtype == "int4_per_token_head" else kv_cache_dtype).row_bytes(head_size) + 8
+    budget = 2 * get_format(DTYPES[kv_cache_dtype]).row_bytes(head_size) + 8
     if layout.slot_bytes != budget and not hasattr(AttentionBackend, "customize_spec"):
         raise NotImplementedError(
             f"NIBBLEKV_FORMAT: expected formats of {budget} bytes per head and token with this vLLM release, "
