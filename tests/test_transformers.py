@@ -425,6 +425,18 @@ def test_a_full_cache_says_so_and_goes_on():
     assert_near(got, want)
 
 
+def test_a_first_forward_that_failed_binds_no_batch_size():
+    """Catches an empty cache that refuses every batch but the one that did not fit."""
+    model = build("llama")
+    cache = attached(model, max_tokens=128, strict=True)
+    ids, mask = prompt(3, 60)
+    with pytest.raises(CacheFullError, match="the cache is full"):
+        forward(model, ids, mask, cache)
+    assert (cache.lengths, cache.batch_size) == ([], -1)
+    got = forward(model, ids[:2], mask[:2], cache)
+    assert_near(got, forward(model, ids[:2], mask[:2], attached(model, strict=True)))
+
+
 def test_an_interrupted_forward_is_told_and_taken_back():
     """An exception between two layers leaves the first with tokens that the second lacks: no silent misalignment."""
     model = build("llama")

@@ -326,7 +326,7 @@ class PagedCache(Cache):
         self._plan = None
 
     def _abort(self) -> None:
-        """Take back a forward that failed in attention: lengths are as before it."""
+        """Take back a forward that failed in attention: lengths are as before it, and an empty cache takes any batch."""
         if self._plan is not None:
             assert self.pages is not None
             self.pages.cancel(self._plan.step)
@@ -334,6 +334,8 @@ class PagedCache(Cache):
             if self._padding is not None:
                 self._padding = self._padding[:, : self.num_columns]
         self._end_forward()
+        if not self.num_columns:
+            self.reset()
 
     def _plan_for(self, batch: int, query_len: int, mask: _Mask | None) -> _Plan:
         """Return this forward's plan; the first layer makes it."""
@@ -645,6 +647,8 @@ def attach(
         calibration = find_calibration(model)
     if isinstance(calibration, str | Path):
         calibration = Calibration.load(calibration, fingerprint(model))
+    elif calibration is not None and calibration.model != fingerprint(model):
+        raise ValueError(f"calibration: expected that of this model ({fingerprint(model)}), got {calibration.model}'s")
     cache = PagedCache(
         # The last layers of Gemma 3n read an earlier layer's keys and bring none.
         config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", None) or 0),
