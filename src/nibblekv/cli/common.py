@@ -156,5 +156,5 @@ def parse_bytes(text: str) -> int:
     unit = plain[len(number) :]
     try:
         return int(float(number) * units[unit])
-    except (KeyError, ValueError) as error:
+    except (KeyError, OverflowError, ValueError) as error:
         raise ValueError(f"memory: expected a size such as 24GiB or 80GB, got {text!r}") from error
