@@ -264,8 +264,9 @@ def fingerprint(model: torch.nn.Module) -> str:
     Raises:
         NotImplementedError: those weights are offloaded.
     """
-    weights = [p for name, p in model.named_parameters() if p.dim() == 1 and name.endswith(".weight")]
-    weights = weights or [p[:_NAMING_ROWS] for p in model.parameters()][:1]
+    parameters = dict(model.named_parameters())
+    weights: list[torch.Tensor] = [p for name, p in parameters.items() if p.dim() == 1 and name.endswith(".weight")]
+    weights = weights or [p[:_NAMING_ROWS] for p in parameters.values()][:1]
     if any(weight.is_meta for weight in weights):
         raise NotImplementedError("calibration: expected loaded weights to tell the model by, got offloaded ones; pass None")
     digests = sorted(
@@ -283,9 +284,9 @@ def save_path(model: PreTrainedModel) -> Path:
     from nibblekv.models import cache_directory
 
     folder = _folder(model)
-    if folder is not None and os.access(folder, os.W_OK):
-        if not folder.resolve().is_relative_to(cache_directory().resolve()):
-            return folder / FILE_NAME
+    cached = folder is not None and folder.resolve().is_relative_to(cache_directory().resolve())
+    if folder is not None and os.access(folder, os.W_OK) and not cached:
+        return folder / FILE_NAME
     return _cached_path(fingerprint(model))
 
 
