@@ -437,6 +437,24 @@ def test_a_first_forward_that_failed_binds_no_batch_size():
     assert_near(got, forward(model, ids[:2], mask[:2], attached(model, strict=True)))
 
 
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_a_cache_of_inference_mode_works_outside(backend):
+    """Catches tables, pages and a window that only inference mode may write to, and `generate` runs without it."""
+    model = build("llama")
+    options = {"backend": backend, "window": 8, "sinks": 4, "strict": True}
+    cache, plain = attached(model, **options), attached(model, **options)
+    ids, mask = prompt(1, 200)
+    with torch.inference_mode():
+        model(ids[:, :20], past_key_values=cache)
+    got = forward(model, ids, mask, cache, 20)
+    forward(model, ids[:, :20], mask[:, :20], plain)
+    assert torch.equal(got, forward(model, ids, mask, plain, 20))
+    with torch.inference_mode():
+        cache.reorder_cache(torch.tensor([0, 0]))
+        model(ids[:, :70].expand(2, -1), past_key_values=cache)
+    assert cache.lengths == [270, 270]
+
+
 def test_an_interrupted_forward_is_told_and_taken_back():
     """An exception between two layers leaves the first with tokens that the second lacks: no silent misalignment."""
     model = build("llama")

@@ -96,6 +96,10 @@ class PagedKVCache:
     `append` does the first two for callers with one layer or with all layers' tensors at hand.
     """
 
+    # What may allocate leaves inference mode: its tensors could never be written to outside, as in `generate` after a
+    # prompt that was read in it.
+
+    @torch.inference_mode(False)
     def __init__(
         self,
         layouts: KVCacheLayout | Sequence[KVCacheLayout],
@@ -157,6 +161,7 @@ class PagedKVCache:
         for layout, calibration in zip(layouts, calibrations or [None] * len(layouts), strict=True):
             self.add_layer(layout, calibration)
 
+    @torch.inference_mode(False)
     def add_layer(self, layout: KVCacheLayout, calibration: LayerCalibration | None = None) -> int:
         """Add a layer that shares the block tables, with zeroed pages; return its index."""
         if calibration is not None:
@@ -197,6 +202,7 @@ class PagedKVCache:
         """The pages of a sequence, in order."""
         return tuple(self._lookup((seq_id,))[0].blocks)
 
+    @torch.inference_mode(False)
     def add_sequences(self, count: int = 1) -> list[int]:
         """Create empty sequences and return their ids, which are never used again."""
         if count < 1:
@@ -253,6 +259,7 @@ class PagedKVCache:
         sequence.length = length
         sequence.raw_start = min(sequence.raw_start, length)
 
+    @torch.inference_mode(False)
     def extend(self, seq_ids: Sequence[int], num_tokens: int | Sequence[int] = 1) -> CacheStep:
         """Make room for new tokens and return the step that writes them. All sequences are extended, or none.
 
