@@ -161,7 +161,7 @@ def raw_bytes(layers: list[AttentionLayer], format: str) -> int:
 def cache_bytes(layers: list[AttentionLayer], format: str, num_tokens: int, block_size: int = DEFAULT_BLOCK_SIZE) -> int:
     """Return the bytes of one sequence of num_tokens, in whole pages, with what it keeps unquantized.
 
-    A sliding layer keeps its window and at most one page more.
+    A sliding layer keeps its window and at most one page more, as in vLLM; `attach` keeps every token of it.
     """
     total = raw_bytes(layers, format)
     for layer in layers:
