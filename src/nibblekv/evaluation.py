@@ -134,7 +134,7 @@ def evaluate(
     """Compare formats with the unquantized cache on windows of tokens.
 
     Args:
-        formats: names as `nibblekv.peers` lists them.
+        formats: names as `nibblekv.peers` lists them; repeated ones count once.
         windows: [N, window] int64; the last three quarters of their predictions are scored.
         copy: windows of `copy_windows`, of which the repetition is scored; None leaves the task out.
         new_tokens: tokens to generate greedily after the first half of each window; 0 leaves that out.
@@ -151,6 +151,7 @@ def evaluate(
     Raises:
         ValueError: an unknown format.
     """
+    formats = list(dict.fromkeys(formats))
     for format in formats:
         check_format(format)
     refused: dict[str, str] = {}
