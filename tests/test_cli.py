@@ -90,6 +90,8 @@ def test_generate_prints_texts_side_by_side(tiny, tmp_path):
     rows = read_rows(path)
     assert [row["format"] for row in rows] == ["none", "int4"]
     assert rows[0]["text"] in result.output
+    result = invoke("generate", "the people", "--model", tiny, "--temperature", "-1", code=1)
+    assert "error: temperature: expected 0 (greedy) or more" in result.output
 
 
 def test_bench_generate(tiny, tmp_path):

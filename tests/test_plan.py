@@ -91,6 +91,9 @@ def test_what_has_no_keys_and_values_is_refused():
         plan_rows([], ["none"], 1, 1)
     with pytest.raises(ValueError, match="context: expected at least 1 token, got 0"):
         plan_rows(LLAMA_8B, ["none"], 1, 0)
+    for size in (0, 24):
+        with pytest.raises(ValueError, match=f"block_size: expected a positive multiple of 16, got {size}"):
+            plan_rows(LLAMA_8B, ["none"], 1, 1, size)
     with pytest.raises(ValueError, match="memory: expected 0 bytes or more, got -1"):
         tokens_that_fit(LLAMA_8B, "none", -1)
     with pytest.raises(ValueError, match="format: expected one of"):

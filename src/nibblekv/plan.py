@@ -8,7 +8,7 @@ from typing import Any
 
 from nibblekv.cache import raw_row_count
 from nibblekv.formats import get_format
-from nibblekv.layout import KVCacheLayout
+from nibblekv.layout import BLOCK_SIZE_MULTIPLE, KVCacheLayout
 
 __all__ = [
     "AttentionLayer",
@@ -207,6 +207,8 @@ def plan_rows(
     """
     if context < 1:
         raise ValueError(f"context: expected at least 1 token, got {context}")
+    if block_size < 1 or block_size % BLOCK_SIZE_MULTIPLE:
+        raise ValueError(f"block_size: expected a positive multiple of {BLOCK_SIZE_MULTIPLE}, got {block_size}")
     if not layers:
         raise ValueError("model: expected at least one layer with a key-value cache, got none")
     plain = sum(bytes_per_token(layer, "none") for layer in layers)
