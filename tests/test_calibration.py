@@ -281,6 +281,28 @@ def test_the_fingerprint_is_of_the_weights_not_of_their_dtype(tiny):
     assert fingerprint(other) != fingerprint(model)
 
 
+def test_models_whose_norms_have_no_weights_differ_all_the_same():
+    """Catches one name for all of them, so that a calibration is taken for another model's."""
+    config = transformers.OlmoConfig(
+        vocab_size=256, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
+    )
+    first, second = (transformers.OlmoForCausalLM(config) for _ in range(2))
+    assert fingerprint(first) != fingerprint(second)
+    with pytest.raises(NotImplementedError, match="calibration: expected loaded weights"):
+        fingerprint(first.to("meta"))
+
+
+def test_a_model_made_in_memory_has_no_folder(tmp_path, monkeypatch):
+    """Catches the working directory taken for the folder of a model that has none."""
+    monkeypatch.setenv("NIBBLEKV_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    tiny_calibration().save("nibblekv-calibration.safetensors")
+    model = biased_qwen2()
+    assert model.config._name_or_path == ""
+    assert find_calibration(model) is None
+    assert save_path(model) == tmp_path / "cache/calibrations" / f"{fingerprint(model)}.safetensors"
+
+
 def test_statistics_are_those_of_the_models_keys_and_values(tiny, windows):
     """Catches keys taken before their rotary embedding, first tokens that are counted, and positions that do not spread."""
     model, _, _ = tiny
@@ -367,6 +389,8 @@ def test_attach_finds_a_saved_calibration_unless_told_otherwise(tiny, windows, f
         model.model.norm.weight[0] += 0.1
     with pytest.raises(ValueError, match=r"calibration: expected the calibration of this model"):
         attach(model, calibration=tmp_path / "other.safetensors")
+    with pytest.raises(ValueError, match=r"calibration: expected that of this model"):
+        attach(model, calibration=found)
     detach(model)
 
 

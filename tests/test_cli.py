@@ -74,6 +74,9 @@ def test_calibrate_writes_a_file_that_eval_uses(tmp_path):
     plain, calibrated = read_rows(tmp_path / "eval.json")
     assert plain["kl_mean"] != calibrated["kl_mean"]
     before = path.read_bytes()
+    result = invoke("calibrate", str(folder), "--windows", "4", "--window", "64", "-o", str(tmp_path / "c.safetensors"))
+    assert f"attach(model, calibration='{tmp_path}/c.safetensors')" in result.output
+    assert "finds it" not in result.output
     assert "error: positions: expected" in invoke("calibrate", str(folder), "--positions", "9999", code=1).output
     assert path.read_bytes() == before
     path.write_bytes(before[:-5])
@@ -87,6 +90,8 @@ def test_generate_prints_texts_side_by_side(tiny, tmp_path):
     rows = read_rows(path)
     assert [row["format"] for row in rows] == ["none", "int4"]
     assert rows[0]["text"] in result.output
+    result = invoke("generate", "the people", "--model", tiny, "--temperature", "-1", code=1)
+    assert "error: temperature: expected 0 (greedy) or more" in result.output
 
 
 def test_bench_generate(tiny, tmp_path):
@@ -217,6 +222,8 @@ def test_sizes_are_read_and_written():
     assert [parse_bytes(text) for text in ("24GiB", "80GB", "512M", "1.5k", "7")] == [
         24 * 2**30, 80 * 10**9, 512 * 10**6, 1500, 7,
     ]  # fmt: skip
+    with pytest.raises(ValueError, match="memory: expected a size such as 24GiB"):
+        parse_bytes("inf")
     assert [format_bytes(size) for size in (10, 2048, 3 * 2**30)] == ["10 B", "2 KiB", "3 GiB"]
 
 

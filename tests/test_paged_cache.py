@@ -483,3 +483,56 @@ def test_window_is_written_where_gradients_are_recorded(generator):
     out = cache.attend(step, torch.randn(2, 2 * HEADS, 32, generator=generator))
     assert out.isfinite().all()
     assert not out.requires_grad
+
+
+def test_a_call_of_a_known_kind_is_guarded_as_the_first_one(generator):
+    """Catches a second call that skips the checks and reads a query of other strides, under autocast or into a graph."""
+    cache = make()
+    ids = cache.add_sequences()
+    cache.append(ids, *random_tokens(cache, 20, generator), 20)
+    step = cache.view(ids, 3)
+    query = torch.randn(3, HEADS, 32, generator=generator)
+    plain = cache.attend(step, query)
+    with pytest.raises(ValueError, match="query: expected a contiguous last dimension"):
+        cache.attend(step, query.repeat_interleave(2, -1)[..., ::2])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        torch.testing.assert_close(cache.attend(step, query), plain, rtol=0, atol=0)
+    assert not cache.attend(step, query.clone().requires_grad_()).requires_grad
+    told = cache.attend(step, query, host_lengths=([0, 3], [20]))
+    torch.testing.assert_close(told, plain, rtol=0, atol=0)
+
+
+def test_memory_that_runs_out_changes_nothing(generator, monkeypatch):
+    """Catches sequences, layers and rows of which only a part was made when an allocation failed."""
+    cache = make_windowed()
+    ids = cache.add_sequences()
+    allocate, calls = PagedKVCache._allocate_raw, []
+
+    def fail_second(self, *arguments):
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise MemoryError("full")
+        return allocate(self, *arguments)
+
+    monkeypatch.setattr(PagedKVCache, "_allocate_raw", fail_second)
+    with pytest.raises(MemoryError):
+        cache.add_sequences(3)
+    assert cache.seq_ids == tuple(ids)
+    calls[:] = [None]
+    with pytest.raises(MemoryError):
+        cache.add_layer(layouts()[0])
+    assert len(cache.layouts) == len(cache.kv_caches) == 2
+    monkeypatch.undo()
+    more = ids + cache.add_sequences(3)
+    assert len(set(more)) == 4
+    keys, values = random_tokens(cache, 8, generator)
+    step = cache.append(more, keys, values, 2)
+    query = torch.randn(8, HEADS, 32, generator=generator)
+    expected = []
+    for i in range(4):
+        alone = make_windowed()
+        one = alone.append(
+            alone.add_sequences(), [k[2 * i : 2 * i + 2] for k in keys], [v[2 * i : 2 * i + 2] for v in values], 2
+        )
+        expected.append(alone.attend(one, query[2 * i : 2 * i + 2]))
+    torch.testing.assert_close(cache.attend(step, query), torch.cat(expected), rtol=0, atol=0)

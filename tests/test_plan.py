@@ -91,6 +91,9 @@ def test_what_has_no_keys_and_values_is_refused():
         plan_rows([], ["none"], 1, 1)
     with pytest.raises(ValueError, match="context: expected at least 1 token, got 0"):
         plan_rows(LLAMA_8B, ["none"], 1, 0)
+    for size in (0, 24):
+        with pytest.raises(ValueError, match=f"block_size: expected a positive multiple of 16, got {size}"):
+            plan_rows(LLAMA_8B, ["none"], 1, 1, size)
     with pytest.raises(ValueError, match="memory: expected 0 bytes or more, got -1"):
         tokens_that_fit(LLAMA_8B, "none", -1)
     with pytest.raises(ValueError, match="format: expected one of"):
@@ -103,6 +106,18 @@ def test_transformers_configs_are_understood():
     layers = attention_layers(gemma)
     assert [layer.sliding_window for layer in layers] == [512] * 5 + [0]
     assert layers[0].head_size == 256
+    layers = attention_layers(transformers.FalconH1Config(num_hidden_layers=3, num_key_value_heads=2, head_dim=64))
+    assert layers == [AttentionLayer(2, 64, 64)] * 3
+
+
+def test_layers_of_different_heads_are_read_one_by_one():
+    """Catches a config whose full layers have larger heads than its sliding ones (Gemma 4) read as one size, or refused."""
+    transformers = pytest.importorskip("transformers")
+    if not hasattr(transformers, "Gemma4TextConfig"):
+        pytest.skip("this transformers has no Gemma 4")
+    gemma = transformers.Gemma4TextConfig(num_hidden_layers=12, num_key_value_heads=1, num_kv_shared_layers=6)
+    layers = attention_layers(gemma)
+    assert layers == [AttentionLayer(1, 256, 256, gemma.sliding_window)] * 5 + [AttentionLayer(1, 512, 512)]
 
 
 def test_window_and_sinks_cost_a_sequence_and_not_a_token():

@@ -160,6 +160,9 @@ def test_continuations_are_compared_token_by_token():
 def test_contexts_beyond_the_model_are_refused_where_none_is_left(tiny):
     with pytest.raises(ValueError, match=r"contexts: expected one of at most the model's 4096 positions, got \(8192,\)"):
         measure(*tiny, ["int4"], Sizes(contexts=(8192,)), model_name="tiny")
+    for size in ({"question_orders": 0}, {"contexts": ()}, {"contexts": (1024, 0)}):
+        with pytest.raises(ValueError, match=f"{next(iter(size))}: expected at least 1"):
+            Sizes(**size)
     with pytest.raises(ValueError, match="format: expected one of"):
         measure(*tiny, ["int5"], SMALL, model_name="tiny")
 
@@ -257,7 +260,7 @@ def test_quoted_figures_belong_to_a_model():
 
 
 def test_what_is_not_a_record_is_refused(record, tmp_path):
-    with pytest.raises(ValueError, match="expected the JSON of `nibblekv report`, got one without model, sizes"):
+    with pytest.raises(ValueError, match="expected the JSON of `nibblekv report`, got one without model, dtype, texts, limit, sizes, seconds"):
         render({"command": "", "machine": {}, "rows": []}, tmp_path)
     with pytest.raises(ValueError, match=r"expected figures of none and of a format, got \['none'\]"):
         render({**record, "rows": record["rows"][:1]}, tmp_path)

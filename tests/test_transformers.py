@@ -425,6 +425,64 @@ def test_a_full_cache_says_so_and_goes_on():
     assert_near(got, want)
 
 
+def test_a_first_forward_that_failed_binds_no_batch_size():
+    """Catches an empty cache that refuses every batch but the one that did not fit."""
+    model = build("llama")
+    cache = attached(model, max_tokens=128, strict=True)
+    ids, mask = prompt(3, 60)
+    with pytest.raises(CacheFullError, match="the cache is full"):
+        forward(model, ids, mask, cache)
+    assert (cache.lengths, cache.batch_size) == ([], -1)
+    got = forward(model, ids[:2], mask[:2], cache)
+    assert_near(got, forward(model, ids[:2], mask[:2], attached(model, strict=True)))
+
+
+def test_autocast_gives_values_another_dtype_than_keys():
+    """Catches a float32 model that autocast runs in bfloat16 refused: its rotated keys stay float32, its values do not."""
+    model = build("llama")
+    ids, mask = prompt(1, 40)
+    cache = attached(model, window=8, sinks=4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = torch.cat([forward(model, ids[:, :39], mask[:, :39], cache), forward(model, ids, mask, cache, 39)], 1)
+        detach(model)
+        want = forward(model, ids, mask, DynamicCache())
+    assert (got - want).norm() < 0.05 * want.norm()
+
+
+def test_sinks_of_sixteen_bits_are_checked_once(monkeypatch):
+    """Catches a copy of the sinks made for every call, which then is a new kind of call each time."""
+    model = build("gpt-oss-sinks").bfloat16()
+    cache = attached(model, window=8, sinks=4)
+    ids, mask = prompt(1, 30)
+    forward(model, ids[:, :20], mask[:, :20], cache)
+    forward(model, ids[:, :21], mask[:, :21], cache, 20)
+    with monkeypatch.context() as patch:
+        patch.setattr("nibblekv.ops.paged_attention", None)
+        before = forward(model, ids[:, :22], mask[:, :22], cache, 21)
+    cache.crop(-1)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.sinks += 20.0
+    assert not torch.equal(forward(model, ids[:, :22], mask[:, :22], cache, 21), before)
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_a_cache_of_inference_mode_works_outside(backend):
+    """Catches tables, pages and a window that only inference mode may write to, and `generate` runs without it."""
+    model = build("llama")
+    options = {"backend": backend, "window": 8, "sinks": 4, "strict": True}
+    cache, plain = attached(model, **options), attached(model, **options)
+    ids, mask = prompt(1, 200)
+    with torch.inference_mode():
+        model(ids[:, :20], past_key_values=cache)
+    got = forward(model, ids, mask, cache, 20)
+    forward(model, ids[:, :20], mask[:, :20], plain)
+    assert torch.equal(got, forward(model, ids, mask, plain, 20))
+    with torch.inference_mode():
+        cache.reorder_cache(torch.tensor([0, 0]))
+        model(ids[:, :70].expand(2, -1), past_key_values=cache)
+    assert cache.lengths == [270, 270]
+
+
 def test_an_interrupted_forward_is_told_and_taken_back():
     """An exception between two layers leaves the first with tokens that the second lacks: no silent misalignment."""
     model = build("llama")

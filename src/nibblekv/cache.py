@@ -96,6 +96,10 @@ class PagedKVCache:
     `append` does the first two for callers with one layer or with all layers' tensors at hand.
     """
 
+    # What may allocate leaves inference mode: its tensors could never be written to outside, as in `generate` after a
+    # prompt that was read in it.
+
+    @torch.inference_mode(False)
     def __init__(
         self,
         layouts: KVCacheLayout | Sequence[KVCacheLayout],
@@ -157,6 +161,7 @@ class PagedKVCache:
         for layout, calibration in zip(layouts, calibrations or [None] * len(layouts), strict=True):
             self.add_layer(layout, calibration)
 
+    @torch.inference_mode(False)
     def add_layer(self, layout: KVCacheLayout, calibration: LayerCalibration | None = None) -> int:
         """Add a layer that shares the block tables, with zeroed pages; return its index."""
         if calibration is not None:
@@ -164,11 +169,13 @@ class PagedKVCache:
             calibration = calibration.to(self.device)
         if layout.block_size != self.block_size:
             raise ValueError(f"layout: expected block_size {self.block_size}, got {layout.block_size}")
-        self.kv_caches.append(layout.allocate(self.num_blocks, self.device))
+        # All memory first: an allocation that fails leaves no list longer than another.
+        kv_cache = layout.allocate(self.num_blocks, self.device)
+        if self._raw_rows:
+            self._raw.append(self._allocate_raw(layout, self._raw_capacity))
+        self.kv_caches.append(kv_cache)
         self.layouts.append(layout)
         self.calibrations.append(calibration)
-        if self._raw_rows:
-            self._raw.append(self._allocate_raw(layout))
         return len(self.layouts) - 1
 
     @property
@@ -195,16 +202,20 @@ class PagedKVCache:
         """The pages of a sequence, in order."""
         return tuple(self._lookup((seq_id,))[0].blocks)
 
+    @torch.inference_mode(False)
     def add_sequences(self, count: int = 1) -> list[int]:
         """Create empty sequences and return their ids, which are never used again."""
         if count < 1:
             raise ValueError(f"count: expected at least 1, got {count}")
-        added = []
-        for _ in range(count):
-            self._sequences[self._next_id] = _Sequence(self._take_row())
-            added.append(self._next_id)
-            self._next_id += 1
-        self._reserve_raw(1 + max(self._sequences[seq_id].row for seq_id in added))
+        rows = [self._take_row() for _ in range(count)]
+        try:
+            self._reserve_raw(1 + max(rows))
+        except BaseException:
+            self._free_rows = sorted(self._free_rows + rows)
+            raise
+        added = list(range(self._next_id, self._next_id + count))
+        self._sequences.update(zip(added, map(_Sequence, rows), strict=True))
+        self._next_id += count
         return added
 
     def fork(self, seq_ids: Sequence[int]) -> list[int]:
@@ -248,6 +259,7 @@ class PagedKVCache:
         sequence.length = length
         sequence.raw_start = min(sequence.raw_start, length)
 
+    @torch.inference_mode(False)
     def extend(self, seq_ids: Sequence[int], num_tokens: int | Sequence[int] = 1) -> CacheStep:
         """Make room for new tokens and return the step that writes them. All sequences are extended, or none.
 
@@ -393,13 +405,22 @@ class PagedKVCache:
         # Rows that attention reads in place are the same tensors in every call of a kind.
         in_place = bool(self._raw_rows) and isinstance(step.rows, slice) and not self._overwrites(step)
         first_row = step.rows.start if in_place and isinstance(step.rows, slice) else -1
-        kind = (layer, query.shape, query.dtype, query.device, len(step.seq_ids), first_row, *options.items())
+        kind = (
+            layer, query.shape, query.dtype, query.device, query.stride(-1), len(step.seq_ids), first_row, *options.items()
+        )  # fmt: skip
         if strict:
             own_key, own_value = None, None
         else:
             own_key, own_value = key, value
         reads_own = own_key is not None or own_value is not None
-        checked = None if reads_own else self._checked.get(kind)
+        # `ops` keeps autocast and gradients away from a backend; lengths of the host's are another call's every time.
+        by_ops = (
+            reads_own
+            or "host_lengths" in options
+            or torch.is_autocast_enabled(query.device.type)
+            or (query.requires_grad and torch.is_grad_enabled())
+        )
+        checked = None if by_ops else self._checked.get(kind)
         raw: dict[str, Any] = {}
         if self._raw_rows and (checked is None or not in_place):
             raw = self._raw_of_step(step, layer, key, value, strict)
@@ -433,7 +454,7 @@ class PagedKVCache:
             **lengths,
             **options,
         )
-        if query.shape[0] and not {"out", "return_lse", "output_scale"} & options.keys():
+        if query.shape[0] and not {"out", "return_lse", "output_scale", "host_lengths"} & options.keys():
             scale = options.pop("softmax_scale", None)
             attention_options = AttentionOptions(layout.head_size**-0.5 if scale is None else scale, **raw, **options)
             module = select_backend(self.backend, layout, attention_options, query.device)
@@ -450,8 +471,8 @@ class PagedKVCache:
         calibration = self.calibrations[layer]
         return stored if calibration is None else calibration.restored(*stored)
 
-    def _allocate_raw(self, layout: KVCacheLayout) -> tuple[torch.Tensor, torch.Tensor]:
-        shape = (self._raw_capacity, self._raw_rows, layout.num_kv_heads)
+    def _allocate_raw(self, layout: KVCacheLayout, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
+        shape = (capacity, self._raw_rows, layout.num_kv_heads)
         return (
             torch.zeros(*shape, layout.head_size, dtype=self.raw_dtype, device=self.device),
             torch.zeros(*shape, layout.head_size_v, dtype=self.raw_dtype, device=self.device),
@@ -463,12 +484,13 @@ class PagedKVCache:
             return
         self._checked.clear()  # calls that read the smaller store
         kept = self._raw_capacity
-        self._raw_capacity = max(capacity, kept + kept // 8)  # else adding n sequences one by one copies n ** 2 / 2
+        capacity = max(capacity, kept + kept // 8)  # else adding n sequences one by one copies n ** 2 / 2
         for layer, layout in enumerate(self.layouts):
-            grown = self._allocate_raw(layout)
+            grown = self._allocate_raw(layout, capacity)
             for new, old in zip(grown, self._raw[layer], strict=True):
-                new[:kept] = old
+                new[:kept] = old[:kept]  # longer where an earlier growth ran out of memory in a later layer
             self._raw[layer] = grown
+        self._raw_capacity = capacity
 
     def _raw_row(self, position: Any) -> Any:
         """Return the row of a position beyond the sinks; a number or a tensor."""

@@ -51,6 +51,7 @@ UNCOUNTED_TOKENS = 8
 _SCALE_SPREAD = 100.0
 _ENERGY_FLOOR = 1e-6
 _SEED = 1
+_NAMING_ROWS = 64  # embeddings that name a model whose norms have no weights
 
 
 @dataclass(frozen=True)
@@ -258,12 +259,19 @@ def fingerprint(model: torch.nn.Module) -> str:
     """Return 16 hex digits that name a model's weights, the same in every engine and for every quantization of its matrices.
 
     They are of the values of all one-dimensional weights (of the norms), rounded to bfloat16: no engine fuses, splits or
-    quantizes those, and every training changes them.
+    quantizes those, and every training changes them. Where norms have none (OLMo), of the first embeddings.
+
+    Raises:
+        NotImplementedError: those weights are offloaded.
     """
+    parameters = dict(model.named_parameters())
+    weights: list[torch.Tensor] = [p for name, p in parameters.items() if p.dim() == 1 and name.endswith(".weight")]
+    weights = weights or [p[:_NAMING_ROWS] for p in parameters.values()][:1]
+    if any(weight.is_meta for weight in weights):
+        raise NotImplementedError("calibration: expected loaded weights to tell the model by, got offloaded ones; pass None")
     digests = sorted(
-        hashlib.sha256(parameter.detach().to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes()).digest()
-        for name, parameter in model.named_parameters()
-        if parameter.dim() == 1 and name.endswith(".weight")
+        hashlib.sha256(weight.detach().to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes()).digest()
+        for weight in weights
     )
     return hashlib.sha256(b"".join(digests)).hexdigest()[:16]
 
@@ -275,18 +283,18 @@ def save_path(model: PreTrainedModel) -> Path:
     """
     from nibblekv.models import cache_directory
 
-    folder = Path(model.config._name_or_path)
-    cached = folder.resolve().is_relative_to(cache_directory().resolve())
-    if folder.is_dir() and os.access(folder, os.W_OK) and not cached:
+    folder = _folder(model)
+    cached = folder is not None and folder.resolve().is_relative_to(cache_directory().resolve())
+    if folder is not None and os.access(folder, os.W_OK) and not cached:
         return folder / FILE_NAME
     return _cached_path(fingerprint(model))
 
 
 def find_calibration(model: PreTrainedModel) -> Path | None:
     """Return the calibration file of a model where `save_path` may have put it, or None."""
-    beside = Path(model.config._name_or_path) / FILE_NAME
-    if beside.is_file():
-        return beside
+    folder = _folder(model)
+    if folder is not None and (folder / FILE_NAME).is_file():
+        return folder / FILE_NAME
     cached = _cached_path(fingerprint(model))
     return cached if cached.is_file() else None
 
@@ -376,6 +384,12 @@ class _Statistics:
         k_scale = k_scale.clamp(min=middle / _SCALE_SPREAD, max=middle * _SCALE_SPREAD)
         k_scale = k_scale / k_scale.mean(-1, keepdim=True)
         return LayerCalibration(*(x.float() for x in (k_mean, k_scale, v_mean)))
+
+
+def _folder(model: PreTrainedModel) -> Path | None:
+    """Return the folder that a model was read from; None for a hub's model, or one that was made in memory."""
+    name = model.config._name_or_path
+    return Path(name) if name and Path(name).is_dir() else None  # Path("") is the working directory
 
 
 def _cached_path(model: str) -> Path:

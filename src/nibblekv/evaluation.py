@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from nibblekv.generation import generate_tokens
 from nibblekv.peers import cache_argument, cache_maker, check_format, stored_bits_per_value
 
 if TYPE_CHECKING:
@@ -133,7 +134,7 @@ def evaluate(
     """Compare formats with the unquantized cache on windows of tokens.
 
     Args:
-        formats: names as `nibblekv.peers` lists them.
+        formats: names as `nibblekv.peers` lists them; repeated ones count once.
         windows: [N, window] int64; the last three quarters of their predictions are scored.
         copy: windows of `copy_windows`, of which the repetition is scored; None leaves the task out.
         new_tokens: tokens to generate greedily after the first half of each window; 0 leaves that out.
@@ -143,13 +144,14 @@ def evaluate(
         One row per format: model, format, bits_per_value, perplexity, kl_mean, kl_median, kl_p99, kl_p999, top1 (share of
         positions with the reference's most likely token), tokens (scored); with `copy` also copy_correct (share), copy_kl
         and copy_tokens; with `new_tokens` also greedy_agreement (share of generated tokens equal to the reference's at the
-        same step) and greedy_divergence (mean step of the first difference, new_tokens where there is none); with
-        `position_bins` also by_position, a list of {position (mean of the bin), kl_mean, top1}. A format that the model
+        same step), greedy_divergence (mean step of the first difference, new_tokens where there is none) and greedy_tokens;
+        with `position_bins` also by_position, a list of {position (mean of the bin), kl_mean, top1}. A format that the model
         cannot use has a row with `note`, the reason, in place of figures.
 
     Raises:
         ValueError: an unknown format.
     """
+    formats = list(dict.fromkeys(formats))
     for format in formats:
         check_format(format)
     refused: dict[str, str] = {}
@@ -245,16 +247,9 @@ def _score(reference: torch.Tensor, found: torch.Tensor, targets: torch.Tensor) 
 
 def _generate(model: PreTrainedModel, format: str, prompt: torch.Tensor, new_tokens: int) -> torch.Tensor:
     """Return [new_tokens] int64, the greedy continuation of a prompt [1, length]."""
-    prompt = prompt.to(model.device)
     with cache_maker(model, format, strict=True) as make_cache:
-        out = model.generate(  # type: ignore[operator]
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            do_sample=False,
-            min_new_tokens=new_tokens,
-            max_new_tokens=new_tokens,
-            pad_token_id=0,
-            **cache_argument(model, make_cache()),
+        out = generate_tokens(
+            model, prompt.to(model.device), make_cache(), max_new_tokens=new_tokens, min_new_tokens=new_tokens
         )
     return out[0, prompt.shape[1] :].cpu()
 

@@ -48,6 +48,8 @@ def generate_side_by_side(
         new tokens, prefill included), cache_bytes. A format that the model cannot use has `format` and `note`.
     """
     _check_count("new_tokens", new_tokens)
+    if not temperature >= 0:
+        raise ValueError(f"temperature: expected 0 (greedy) or more, got {temperature}")
     for format in formats:
         check_format(format)
     if chat and tokenizer.chat_template:

@@ -8,7 +8,7 @@ from typing import Any
 
 from nibblekv.cache import raw_row_count
 from nibblekv.formats import get_format
-from nibblekv.layout import KVCacheLayout
+from nibblekv.layout import BLOCK_SIZE_MULTIPLE, KVCacheLayout
 
 __all__ = [
     "AttentionLayer",
@@ -62,23 +62,32 @@ def attention_layers(config: Any) -> list[AttentionLayer]:
     if getattr(config, "kv_lora_rank", None):
         raise NotImplementedError(f"model: expected keys and values per head, got latent attention ({config.model_type})")
     num_layers = getattr(config, "num_hidden_layers", None)
-    num_query_heads = getattr(config, "num_attention_heads", None)
-    if not num_layers or not num_query_heads:
+    # Gemma 4's full layers have other heads than its sliding ones.
+    layer_configs = list(getattr(config, "per_layer_config", None) or [config] * (num_layers or 0))
+    if not layer_configs or not getattr(layer_configs[0], "num_attention_heads", None):
         raise ValueError(f"model: expected num_hidden_layers and num_attention_heads in the config, got {config.model_type}")
-    num_kv_heads = getattr(config, "num_key_value_heads", None) or num_query_heads
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // num_query_heads
+    types = getattr(config, "layer_types", None) or [None] * len(layer_configs)
+    kept = len(types) - (getattr(config, "num_kv_shared_layers", None) or 0)
+    layers = [_attention_layer(*pair) for pair in zip(layer_configs[:kept], types[:kept], strict=True)]
+    return [layer for layer in layers if layer is not None]
+
+
+def _attention_layer(config: Any, kind: str | None) -> AttentionLayer | None:
+    """Read one layer of a type in `config.layer_types`, or of a config without; None if it keeps no keys and values."""
+    num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     head_size_v = getattr(config, "v_head_dim", None) or head_size
     window = getattr(config, "sliding_window", None) or 0
     if not getattr(config, "use_sliding_window", True):
         window = 0
-    types = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * num_layers
-    types = types[: num_layers - (getattr(config, "num_kv_shared_layers", None) or 0)]
     windows = {
+        None: window,
         "full_attention": 0,
+        "hybrid": 0,  # attention beside a state (Falcon-H1)
         "sliding_attention": window,
         "chunked_attention": getattr(config, "attention_chunk_size", None) or 0,
     }
-    return [AttentionLayer(num_kv_heads, head_size, head_size_v, windows[kind]) for kind in types if kind in windows]
+    return AttentionLayer(num_kv_heads, head_size, head_size_v, windows[kind]) if kind in windows else None
 
 
 def split_window(format: str) -> tuple[str, int, int]:
@@ -152,7 +161,7 @@ def raw_bytes(layers: list[AttentionLayer], format: str) -> int:
 def cache_bytes(layers: list[AttentionLayer], format: str, num_tokens: int, block_size: int = DEFAULT_BLOCK_SIZE) -> int:
     """Return the bytes of one sequence of num_tokens, in whole pages, with what it keeps unquantized.
 
-    A sliding layer keeps its window and at most one page more.
+    A sliding layer keeps its window and at most one page more, as in vLLM; `attach` keeps every token of it.
     """
     total = raw_bytes(layers, format)
     for layer in layers:
@@ -198,6 +207,8 @@ def plan_rows(
     """
     if context < 1:
         raise ValueError(f"context: expected at least 1 token, got {context}")
+    if block_size < 1 or block_size % BLOCK_SIZE_MULTIPLE:
+        raise ValueError(f"block_size: expected a positive multiple of {BLOCK_SIZE_MULTIPLE}, got {block_size}")
     if not layers:
         raise ValueError("model: expected at least one layer with a key-value cache, got none")
     plain = sum(bytes_per_token(layer, "none") for layer in layers)

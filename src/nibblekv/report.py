@@ -75,6 +75,12 @@ class Sizes:
     prompt: int = 512
     new_tokens: int = 256
 
+    def __post_init__(self) -> None:
+        """Raise ValueError for a size below 1, before hours of measuring."""
+        for name, size in asdict(self).items():
+            if (min(size, default=0) if isinstance(size, tuple) else size) < 1:
+                raise ValueError(f"{name}: expected at least 1, got {size}")
+
 
 def measure(
     model: PreTrainedModel,

@@ -64,7 +64,8 @@ def render(record: dict[str, Any], folder: Path) -> list[Path]:
     require_matplotlib()
     import matplotlib
 
-    missing = [key for key in ("model", "rows", "sizes", "machine", "command") if key not in record]
+    keys = ("command", "machine", "model", "dtype", "texts", "limit", "sizes", "seconds", "rows")
+    missing = [key for key in keys if key not in record]
     if missing:
         raise ValueError(f"record: expected the JSON of `nibblekv report`, got one without {', '.join(missing)}")
     rows = [row for row in record["rows"] if "note" not in row]

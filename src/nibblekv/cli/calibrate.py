@@ -47,10 +47,13 @@ def calibrate(
         )
     path = output or calibration.save_path(loaded)
     found.save(path)
+    use = f"attach(model, calibration={str(path)!r}) takes it"
+    if path == calibration.find_calibration(loaded):
+        use = "attach(model) finds it, nibblekv eval as int4+w32s4+calib"
     console.print(
         f"{model}: {len(found.layers)} layers, {windows * window:,} tokens of {found.source}, at positions 0 to "
         f"{found.positions - 1:,}, in {time.perf_counter() - begin:.0f} s\n"
-        f"{path}: {format_bytes(path.stat().st_size)}; attach(model) finds it, nibblekv eval as int4+w32s4+calib",
+        f"{path}: {format_bytes(path.stat().st_size)}; {use}",
         markup=False,
         highlight=False,
         soft_wrap=True,

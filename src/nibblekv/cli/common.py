@@ -38,9 +38,8 @@ JsonOption = Annotated[
 ]
 MODEL_HELP = f"One of {', '.join(DEMO_MODELS)}, a model folder, a .gguf file or a hub name."
 ModelOption = Annotated[str, typer.Option("--model", "-m", help=MODEL_HELP)]
-FORMATS_HELP = (
-    f"Comma-separated: none, {', '.join(FORMATS)}, two as K/V, int4+w32s4 (window, sinks; +calib), hf-quanto, hf-hqq."
-)
+OWN_FORMATS_HELP = f"Comma-separated: none, {', '.join(FORMATS)}, two as K/V, int4+w32s4 (window, sinks; +calib)."
+FORMATS_HELP = OWN_FORMATS_HELP.removesuffix(".") + ", hf-quanto, hf-hqq."
 
 
 def user_errors(command: Callable[..., None]) -> Callable[..., None]:
@@ -156,5 +155,5 @@ def parse_bytes(text: str) -> int:
     unit = plain[len(number) :]
     try:
         return int(float(number) * units[unit])
-    except (KeyError, ValueError) as error:
+    except (KeyError, OverflowError, ValueError) as error:
         raise ValueError(f"memory: expected a size such as 24GiB or 80GB, got {text!r}") from error

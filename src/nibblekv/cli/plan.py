@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from nibblekv.cli.common import (
-    FORMATS_HELP,
+    OWN_FORMATS_HELP,
     Columns,
     JsonOption,
     format_bytes,
@@ -36,7 +36,7 @@ def plan(
     model: Annotated[
         str | None, typer.Option("--model", "-m", help="A model as elsewhere; only its config is read.")
     ] = None,
-    formats: Annotated[str, typer.Option("--formats", "-f", help=FORMATS_HELP)] = "none,int4",
+    formats: Annotated[str, typer.Option("--formats", "-f", help=OWN_FORMATS_HELP)] = "none,int4",
     context: Annotated[int, typer.Option(help="Tokens of one sequence.")] = 8192,
     block_size: Annotated[int, typer.Option(help="Tokens of a page.")] = DEFAULT_BLOCK_SIZE,
     layers: Annotated[int, typer.Option(help="Without --model: layers.")] = 0,
@@ -46,7 +46,10 @@ def plan(
     sliding_window: Annotated[int, typer.Option(help="Without --model: their window.")] = 0,
     json_file: JsonOption = None,
 ) -> None:
-    """Count the tokens that fit into a memory, by format."""
+    """Count the tokens that fit into a memory, by format.
+
+    Layers with a sliding window count with their window alone, as vLLM keeps them; attach keeps every token.
+    """
     numbers: dict[str, Any] = {"layers": layers, "kv_heads": kv_heads, "head_size": head_size}
     if model is not None:
         if any(numbers.values()) or sliding_layers or sliding_window:

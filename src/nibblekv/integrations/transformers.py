@@ -87,6 +87,7 @@ class _PagedLayer(CacheLayerMixin):
         self.layer_idx = layer_idx
         self.layer: int | None = None  # in the page cache
         self.forwards = 0  # whose tokens this layer took
+        self._sinks: tuple[torch.Tensor, int, torch.Tensor] | None = None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.layer = self.cache._add_layer(self.layer_idx, key_states, value_states)
@@ -102,6 +103,13 @@ class _PagedLayer(CacheLayerMixin):
         for tensor in (key_states, value_states):
             tensor._nibblekv_layer = self  # type: ignore[attr-defined]
         return key_states, value_states
+
+    def float_sinks(self, sinks: torch.Tensor) -> torch.Tensor:
+        """Return a model's sinks as float32, one tensor while they stay as they are: a call with another is checked anew."""
+        version = -1 if sinks.is_inference() else sinks._version
+        if self._sinks is None or self._sinks[0] is not sinks or self._sinks[1] != version:
+            self._sinks = sinks, version, sinks.detach().float()
+        return self._sinks[2]
 
     def get_seq_length(self) -> int:
         return self.cache.num_columns if self.forwards == self.cache._forwards else self.cache._previous_columns
@@ -326,7 +334,7 @@ class PagedCache(Cache):
         self._plan = None
 
     def _abort(self) -> None:
-        """Take back a forward that failed in attention: lengths are as before it."""
+        """Take back a forward that failed in attention: lengths are as before it, and an empty cache takes any batch."""
         if self._plan is not None:
             assert self.pages is not None
             self.pages.cancel(self._plan.step)
@@ -334,6 +342,8 @@ class PagedCache(Cache):
             if self._padding is not None:
                 self._padding = self._padding[:, : self.num_columns]
         self._end_forward()
+        if not self.num_columns:
+            self.reset()
 
     def _plan_for(self, batch: int, query_len: int, mask: _Mask | None) -> _Plan:
         """Return this forward's plan; the first layer makes it."""
@@ -464,7 +474,8 @@ def _attend(
     pages, layer_index = cache.pages, layer.layer
     assert pages is not None
     assert layer_index is not None
-    query_rows, key_rows, value_rows = (_rows(x, plan.rows) for x in (query, key, value))
+    # Under autocast, rotary embeddings give queries and keys a wider dtype than values have.
+    query_rows, key_rows, value_rows = (_rows(x.to(query.dtype), plan.rows) for x in (query, key, value))
     # A layer that shares another's keys (Gemma 3n) brings them a second time: they are stored already.
     if cache._waiting is layer:
         pages.write(plan.step, key_rows, value_rows, layer_index)
@@ -479,7 +490,7 @@ def _attend(
     if softcap is not None:
         options["softcap"] = softcap
     if sinks is not None:
-        options["sinks"] = sinks.float()
+        options["sinks"] = layer.float_sinks(sinks)
     if cache.observe is not None:
         cache.observe(layer.layer_idx, query_rows, key_rows, value_rows, options)
     if query_len > 1:
@@ -645,6 +656,8 @@ def attach(
         calibration = find_calibration(model)
     if isinstance(calibration, str | Path):
         calibration = Calibration.load(calibration, fingerprint(model))
+    elif calibration is not None and calibration.model != fingerprint(model):
+        raise ValueError(f"calibration: expected that of this model ({fingerprint(model)}), got {calibration.model}'s")
     cache = PagedCache(
         # The last layers of Gemma 3n read an earlier layer's keys and bring none.
         config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", None) or 0),
