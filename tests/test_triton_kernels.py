@@ -289,6 +289,55 @@ def test_indices_of_any_strides() -> None:
     assert torch.equal(ours, theirs)
 
 
+def test_options_of_any_strides() -> None:
+    """Catches kernels that take the next sequence's or head's entry for the neighbour of the last: here it is NaN or -9."""
+    layout = create()
+    batch = make_batch(layout, [2, 3], [40, 50])
+
+    def spread(entries: list[Any], other: Any) -> torch.Tensor:
+        return torch.tensor([[x, other] for x in entries], device=DEVICE)[:, 0]
+
+    given = {
+        "causal": spread([False, True], True), "rswa_prefix_lens": spread([5, 17], -9), "rswa_window": 6,
+        "alibi_slopes": spread([0.1, 0.2, 0.3, 0.4], NAN), "sinks": torch.zeros(1, device=DEVICE).expand(4),
+    }  # fmt: skip
+    options = AttentionOptions(softmax_scale=0.125, **given)
+    for raw in (False, True):
+        expected, expected_lse = batch.attend(reference, options, raw)
+        out, lse = batch.attend(backend, options, raw)
+        assert relative_error(out, expected) < 1e-3
+        torch.testing.assert_close(lse, expected_lse, atol=1e-3, rtol=1e-3)
+
+
+def test_an_integer_softcap_is_launched_as_a_float(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a kernel compiled for an integer, which a later launch with the equal float would take for its own."""
+    seen: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(attention, "launch", lambda *arguments, **options: seen.append(arguments[3]))
+    layout = create()
+    make_batch(layout, [1], [20]).attend(backend, AttentionOptions(softmax_scale=0.125, softcap=30))
+    assert [type(x) for x in seen[0] if x == 30] == [float]
+
+
+@pytest.mark.skipif(ON_GPU, reason="needs 13 GiB of addresses, of which memory is not behind all")
+@pytest.mark.parametrize("raw", [False, True], ids=["packed", "dequantized"])
+def test_heads_gigabytes_apart(raw: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches 32-bit products of a head and its stride: the third head lies 2^31 words behind the first."""
+    layout = KVCacheLayout.create("int4", num_kv_heads=3, head_size=64)
+    monkeypatch.setattr(prefill, "LONG_QUERY", 4 if raw else prefill.LONG_QUERY)
+    batch = make_batch(layout, [5], [45])
+    blocks, head_bytes = batch.kv_cache.shape[0], (1 << 32) + 4096
+    strides = (layout.page_bytes // 3, head_bytes, 1)
+    far = torch.empty(3 * head_bytes, dtype=torch.uint8).as_strided(batch.kv_cache.shape, strides)
+    key, value = torch.randn(2, 16 * blocks, 3, 64)
+    for cache in (far, batch.kv_cache):
+        backend.reshape_and_cache(key, value, cache, torch.arange(16 * blocks), layout)
+    assert torch.equal(far, batch.kv_cache)
+    options = AttentionOptions(softmax_scale=0.125)
+    expected, _ = batch.attend(reference, options, raw)
+    out, _ = dataclasses.replace(batch, kv_cache=far).attend(backend, options, raw)
+    assert relative_error(out, expected) < 1e-3
+
+
 @pytest.mark.parametrize(("window", "sinks"), WINDOWS)
 def test_raw_window_of_one_query(window: int, sinks: int) -> None:
     """Decoding, where all rows share a limit and whole tiles are left out; the first sequence is shorter than the window."""

@@ -130,3 +130,12 @@ def test_profilers_see_every_launch(monkeypatch):
         inputs = (OnDevice(0x1000), OnDevice(0x2000))
         launching.replay(("call",), inputs, None, two_launches(kernel, inputs, buffers))
     assert len(buffers) == 2
+
+
+def test_kernels_run_on_the_device_of_the_tensors(monkeypatch):
+    """Catches launches on the current GPU for tensors of another: Triton asks the former for its stream."""
+    backend = pytest.importorskip("nibblekv.backends.triton")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    assert backend._current(torch.device("cuda", 1)).idx == 1
+    for device in (torch.device("cuda", 0), torch.device("cpu")):
+        assert not isinstance(backend._current(device), torch.cuda.device)

@@ -6,9 +6,11 @@ options, on compute capability 9.0; a call that it does not serve (its `supports
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -73,11 +75,12 @@ def reshape_and_cache(
 
         write.reshape_and_cache(key, value, kv_cache, slot_mapping, layout)
 
-    replay(
-        ("write", id(layout), key.dtype, slot_mapping.dtype, key.shape, key.stride(), value.stride(),
-         kv_cache.shape, kv_cache.stride()),
-        (key, value, kv_cache, slot_mapping), layout, write,
-    )  # fmt: skip
+    with _current(key.device):
+        replay(
+            ("write", id(layout), key.dtype, slot_mapping.dtype, key.shape, key.stride(), value.stride(),
+             kv_cache.shape, kv_cache.stride()),
+            (key, value, kv_cache, slot_mapping), layout, write,
+        )  # fmt: skip
 
 
 def paged_attention(
@@ -97,6 +100,29 @@ def paged_attention(
 ) -> None:
     """Attend over packed pages into `out` (and `lse`); see `nibblekv.paged_attention`."""
     block_table, seq_lens, query_start_loc = _dense(block_table), _dense(seq_lens), _dense(query_start_loc)
+    with _current(query.device):
+        _attend(
+            query, kv_cache, block_table, seq_lens, query_start_loc, layout, _dense_options(options), out, lse, key, value,
+            max_query_len, max_seq_len,
+        )  # fmt: skip
+
+
+def _attend(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    layout: KVCacheLayout,
+    options: AttentionOptions,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    key: torch.Tensor | None,
+    value: torch.Tensor | None,
+    max_query_len: int,
+    max_seq_len: int,
+) -> None:
+    """Attend as above, on the current device, with indices and options that kernels can read."""
     if key is not None and value is not None:
         from nibblekv.backends.triton import prefill
 
@@ -144,8 +170,29 @@ def paged_attention(
 
 
 def _dense(index: torch.Tensor) -> torch.Tensor:
-    """Return the integers with a last stride of 1, which the kernels take for granted."""
+    """Return the entries with a last stride of 1, which the kernels take for granted."""
     return index if index.stride(-1) == 1 else index.contiguous()
+
+
+def _dense_options(options: AttentionOptions) -> AttentionOptions:
+    """Return the options with `_dense` lists: one value expanded to all heads or sequences is a usual way to give them."""
+    causal, prefix_lens, slopes, sinks = options.causal, options.rswa_prefix_lens, options.alibi_slopes, options.sinks
+    if prefix_lens is None and slopes is None and sinks is None and not isinstance(causal, torch.Tensor):
+        return options
+    return replace(
+        options,
+        causal=_dense(causal) if isinstance(causal, torch.Tensor) else causal,
+        rswa_prefix_lens=None if prefix_lens is None else _dense(prefix_lens),
+        alibi_slopes=None if slopes is None else _dense(slopes),
+        sinks=None if sinks is None else _dense(sinks),
+    )
+
+
+def _current(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Make a GPU the current one, on which and on whose stream Triton launches, whatever tensors it is given."""
+    if device.type != "cuda" or torch.cuda.current_device() == device.index:
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)
 
 
 def _skew(lengths: Sequence[int]) -> int:

@@ -319,6 +319,7 @@ def attention_kernel(
     PLAIN: tl.constexpr = not SOFTCAP and alibi_ptr is None and qq_bias_ptr is None
     seq = tl.program_id(0) // num_q_tiles
     kv_head = tl.program_id(1)
+    cache_head = kv_head.to(tl.int64)  # heads of a cache may lie gigabytes apart
     split = tl.program_id(2)
     q_begin = tl.load(query_start_ptr + seq).to(tl.int32)
     q_len = tl.load(query_start_ptr + seq + 1).to(tl.int32) - q_begin
@@ -426,16 +427,16 @@ def attention_kernel(
         k_next = tl.where(lo < prefix, lo, first + lo - prefix) * TILE + within
         page = tl.load(table + k_next // BLOCK_SIZE, mask=k_next < key_end, other=0).to(tl.int64)
         inner = k_next % BLOCK_SIZE
-        k_word = tl.load(words_ptr + kw_offset + page * kw_b + inner * kw_s + kv_head * kw_h)
-        v_word = tl.load(words_ptr + vw_offset + page * vw_b + inner * vw_s + kv_head * vw_h)
+        k_word = tl.load(words_ptr + kw_offset + page * kw_b + inner * kw_s + cache_head * kw_h)
+        v_word = tl.load(words_ptr + vw_offset + page * vw_b + inner * vw_s + cache_head * vw_h)
         k_next = tl.where(lo + 1 < prefix, lo + 1, first + lo + 1 - prefix) * TILE + within
         next_page = tl.load(table + k_next // BLOCK_SIZE, mask=k_next < key_end, other=0)
     for j in tl.range(lo, hi, num_stages=STAGES):
         k = tl.where(j < prefix, j, first + j - prefix) * TILE + within
         page = tl.load(table + k // BLOCK_SIZE, mask=k < key_end, other=0).to(tl.int64)
         inner = k % BLOCK_SIZE
-        k_row = tl.multiple_of(k_offset + page * k_b + inner * k_s + kv_head * k_h, [K_ALIGN])
-        v_row = tl.multiple_of(v_offset + page * v_b + inner * v_s + kv_head * v_h, [V_ALIGN])
+        k_row = tl.multiple_of(k_offset + page * k_b + inner * k_s + cache_head * k_h, [K_ALIGN])
+        v_row = tl.multiple_of(v_offset + page * v_b + inner * v_s + cache_head * v_h, [V_ALIGN])
         if D == DP:
             k_codes = tl.load(codes_k_ptr + (k_row[None, :] + column_k[:, None]))
         else:
@@ -455,13 +456,13 @@ def attention_kernel(
             v_words = v_word
             ahead = tl.where(j + 1 < prefix, j + 1, first + j + 1 - prefix) * TILE + within
             ahead_page = next_page.to(tl.int64)
-            k_word = tl.load(words_ptr + kw_offset + ahead_page * kw_b + (ahead % BLOCK_SIZE) * kw_s + kv_head * kw_h)
-            v_word = tl.load(words_ptr + vw_offset + ahead_page * vw_b + (ahead % BLOCK_SIZE) * vw_s + kv_head * vw_h)
+            k_word = tl.load(words_ptr + kw_offset + ahead_page * kw_b + (ahead % BLOCK_SIZE) * kw_s + cache_head * kw_h)
+            v_word = tl.load(words_ptr + vw_offset + ahead_page * vw_b + (ahead % BLOCK_SIZE) * vw_s + cache_head * vw_h)
             ahead = tl.where(j + 2 < prefix, j + 2, first + j + 2 - prefix) * TILE + within
             next_page = tl.load(table + ahead // BLOCK_SIZE, mask=ahead < key_end, other=0)
         else:
-            k_words = tl.load(words_ptr + kw_offset + page * kw_b + inner * kw_s + kv_head * kw_h)
-            v_words = tl.load(words_ptr + vw_offset + page * vw_b + inner * vw_s + kv_head * vw_h)
+            k_words = tl.load(words_ptr + kw_offset + page * kw_b + inner * kw_s + cache_head * kw_h)
+            v_words = tl.load(words_ptr + vw_offset + page * vw_b + inner * vw_s + cache_head * vw_h)
         k_scale, k_bias = unpack_scale_words(k_words, K_CODE, K_WORD, ASM)
         v_scale, v_ratio, poison = unpack_scale_ratio(v_words, V_CODE, V_WORD, ASM)
 
@@ -785,7 +786,7 @@ def attend(
             query.stride(0), query.stride(1), block_table.stride(0), out.stride(0), out.stride(1),
             *places.k_codes, *places.v_codes, *places.k_words, *places.v_words,
             fixed.natural_scale if options.softcap > 0 else fixed.score_scale, query_gain, fixed.out_gain,
-            options.softcap, options.sliding_window, options.chunk_size, options.rswa_window,
+            float(options.softcap), options.sliding_window, options.chunk_size, options.rswa_window,
             0 if qq_bias is None else qq_bias.shape[1],
             *_raw_scalars(raw_query, options, raw),
         ),

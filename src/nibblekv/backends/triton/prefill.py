@@ -77,18 +77,19 @@ def dequantize_kernel(
     D4: tl.constexpr = DP // 4
     row = tl.program_id(0) * TILE + tl.arange(0, TILE)
     head = tl.program_id(1)
+    cache_head = (first_head + head).to(tl.int64)  # heads of a cache may lie gigabytes apart
     mask = row < num_tokens
     token = first_token + row
     page = tl.load(table_ptr + token // BLOCK_SIZE, mask=mask, other=0).to(tl.int64)
     inner = token % BLOCK_SIZE
     column = tl.arange(0, D4)
-    codes_row = tl.multiple_of(offset + page * stride_b + inner * stride_s + (first_head + head) * stride_h, [ALIGN])
+    codes_row = tl.multiple_of(offset + page * stride_b + inner * stride_s + cache_head * stride_h, [ALIGN])
     codes = tl.load(
         codes_ptr + (codes_row[:, None] + column[None, :]), mask=mask[:, None] & (column < D // 4)[None, :], other=0
     )
     if CODE == UINT3:
         codes = join_planes(codes, codes_ptr + codes_row[:, None], column[None, :], D)
-    words = tl.load(words_ptr + w_offset + page * w_b + inner * w_s + (first_head + head) * w_h, mask=mask, other=0)
+    words = tl.load(words_ptr + w_offset + page * w_b + inner * w_s + cache_head * w_h, mask=mask, other=0)
     scale, bias = unpack_scale_words(words, CODE, WORD, ASM)
     c0, c1, c2, c3 = unpack_streams(codes, CODE, ASM)
     odd: tl.constexpr = odd_stream_gain(CODE, ASM)

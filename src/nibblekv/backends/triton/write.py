@@ -62,6 +62,7 @@ def _write_rows(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token = (row // NUM_HEADS).to(tl.int64)
     head = row % NUM_HEADS
+    cache_head = head.to(tl.int64)  # heads of a cache may lie gigabytes apart
     slot = tl.load(slot_ptr + token, mask=row < num_rows, other=-1).to(tl.int64)
     keep = (slot >= 0) & (slot < num_slots)
     block = slot // BLOCK_SIZE
@@ -73,8 +74,8 @@ def _write_rows(
     else:
         y = rotate_rows(x_row, keep, matrix_ptr, D, DP, ROWS, 64, ROTATED, PRECISION, INTERPRET) * gain
     codes, words = encode_rows(y, column, D, CODE, WORD)
-    store_codes(codes, cache_ptr, c_offset + block * c_b + inner * c_s + head * c_h, keep, D, DP, ROWS, CODE)
-    tl.store(cache_ptr + w_offset + block * w_b + inner * w_s + head * w_h, words, mask=keep)
+    store_codes(codes, cache_ptr, c_offset + block * c_b + inner * c_s + cache_head * c_h, keep, D, DP, ROWS, CODE)
+    tl.store(cache_ptr + w_offset + block * w_b + inner * w_s + cache_head * w_h, words, mask=keep)
 
 
 def reshape_and_cache(

@@ -165,7 +165,8 @@ def _write_step(
         slot = gl.load(slots + token + r, mask=inside, other=-1).to(gl.int64)
         keep = (slot >= 0) & (slot < num_slots)
         block, inner = slot // BLOCK, slot % BLOCK
-        codes = cache + (places[0] + block * places[1] + inner * places[2] + head * places[3] + g)
+        cache_head = head.to(gl.int64)  # heads of a cache may lie gigabytes apart
+        codes = cache + (places[0] + block * places[1] + inner * places[2] + cache_head * places[3] + g)
         for c in gl.static_range(2 * HALVES):
             packed = g * 0
             for n in gl.static_range(8):
@@ -178,7 +179,8 @@ def _write_step(
             # Without the bits of 2^23, of which those of the two lowest codes remain.
             packed = gl.where(broken, 0, packed + 0x05000000)
             gl.store(codes + 8 * c, packed, mask=keep)
-        gl.store(cache + (places[4] + block * places[5] + inner * places[6] + head * places[7]), word, mask=keep & (g == 0))
+        place = places[4] + block * places[5] + inner * places[6] + cache_head * places[7]
+        gl.store(cache + place, word, mask=keep & (g == 0))
 
 
 @gluon.jit
