@@ -260,7 +260,10 @@ def test_quoted_figures_belong_to_a_model():
 
 
 def test_what_is_not_a_record_is_refused(record, tmp_path):
-    with pytest.raises(ValueError, match="expected the JSON of `nibblekv report`, got one without model, dtype, texts, limit, sizes, seconds"):
+    with pytest.raises(
+        ValueError,
+        match="expected the JSON of `nibblekv report`, got one without model, dtype, texts, limit, sizes, seconds",
+    ):
         render({"command": "", "machine": {}, "rows": []}, tmp_path)
     with pytest.raises(ValueError, match=r"expected figures of none and of a format, got \['none'\]"):
         render({**record, "rows": record["rows"][:1]}, tmp_path)
