@@ -61,9 +61,11 @@ def attention_layers(config: Any) -> list[AttentionLayer]:
     config = config.get_text_config(decoder=True)
     if getattr(config, "kv_lora_rank", None):
         raise NotImplementedError(f"model: expected keys and values per head, got latent attention ({config.model_type})")
-    num_layers = getattr(config, "num_hidden_layers", None)
+    num_layers = getattr(config, "num_hidden_layers", None) or 0
+    if num_layers < 0:
+        raise ValueError(f"model: expected num_hidden_layers of at least 1 in the config, got {num_layers}")
     # Gemma 4's full layers have other heads than its sliding ones.
-    layer_configs = list(getattr(config, "per_layer_config", None) or [config] * (num_layers or 0))
+    layer_configs = list(getattr(config, "per_layer_config", None) or [config] * num_layers)
     if not layer_configs or not getattr(layer_configs[0], "num_attention_heads", None):
         raise ValueError(f"model: expected num_hidden_layers and num_attention_heads in the config, got {config.model_type}")
     types = getattr(config, "layer_types", None) or [None] * len(layer_configs)
