@@ -180,7 +180,7 @@ def test_a_long_sequence_among_short_ones_gets_more_splits():
     ],
 )
 def test_supports_names_the_reason(layout, options, dtype, heads, word, monkeypatch):
-    monkeypatch.setattr(launch, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr(launch, "is_hopper", lambda device: True)
     made = KVCacheLayout.create(**{"format": "int4", "num_kv_heads": 2, "head_size": 128, **layout})
     reason = launch.supports(made, AttentionOptions(0.1, **options), dtype, 1, torch.device("cuda"), heads, made.allocate(3))
     assert reason is None if word is None else word in reason

@@ -134,7 +134,7 @@ def test_decode_equals_exact_attention(shape, name, page):
 @pytest.mark.parametrize("k_name", list(FORMATS))
 def test_codes_that_the_kernels_do_not_read_are_refused(k_name, v_name, monkeypatch):
     """Catches bit planes read as words of codes, and a check that sends every format to the portable kernels."""
-    monkeypatch.setattr(launch, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr(launch, "is_hopper", lambda device: True)
     layout = KVCacheLayout.create(k_name, v_format=v_name, num_kv_heads=2, head_size=128)
     options, device = AttentionOptions(softmax_scale=0.1), torch.device("cuda")
     reason = launch.supports(layout, options, torch.float16, 1, device, 8, layout.allocate(2))

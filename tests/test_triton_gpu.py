@@ -84,7 +84,7 @@ def split_bytes(layout, num_seqs, query_len, context, group=4, window=False):
         hopper = pytest.importorskip("nibblekv.backends.triton.hopper.launch")
         rows = SINKS + WINDOW + query_len - 1 if window else 0
         chosen = hopper.plan(
-            num_seqs, layout.num_kv_heads, context, layout.head_size, hopper._num_sms(DEVICE), raw_rows=rows
+            num_seqs, layout.num_kv_heads, context, layout.head_size, attention.multiprocessors(DEVICE), raw_rows=rows
         )
         splits = max(splits + window, chosen.splits + chosen.raw_splits)
     return num_seqs * query_len * heads * splits * 4 * (layout.head_size_v + 1)

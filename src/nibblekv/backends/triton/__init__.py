@@ -51,8 +51,8 @@ def supports(layout: KVCacheLayout, options: AttentionOptions | None, device: to
         return None if _interpreting() else "its kernels need a GPU, the tensors are on the CPU"
     if device.type != "cuda":
         return f"its kernels need a GPU, the tensors are on {device}"
-    if torch.version.hip is None and _has_gpu() and _capability(device) < OLDEST_CAPABILITY:
-        return f"compute capability {OLDEST_CAPABILITY} or newer needed, got {_capability(device)}"
+    if torch.version.hip is None and _has_gpu() and capability(device) < OLDEST_CAPABILITY:
+        return f"compute capability {OLDEST_CAPABILITY} or newer needed, got {capability(device)}"
     return None
 
 
@@ -65,7 +65,7 @@ def reshape_and_cache(
     slot_mapping = _dense(slot_mapping)
 
     def write() -> None:
-        if _is_hopper(key.device):
+        if is_hopper(key.device):
             from nibblekv.backends.triton import hopper
 
             if hopper.write_supports(key, value, layout):
@@ -204,7 +204,7 @@ def _skew(lengths: Sequence[int]) -> int:
 def _hopper_serves(
     query: torch.Tensor, kv_cache: torch.Tensor, layout: KVCacheLayout, options: AttentionOptions, max_query_len: int
 ) -> bool:
-    if not _is_hopper(query.device):
+    if not is_hopper(query.device):
         return False
     from nibblekv.backends.triton import hopper
 
@@ -219,12 +219,14 @@ def _has_gpu() -> bool:
 
 # Properties of a device take 3 us to ask for, more than a launch.
 @functools.cache
-def _capability(device: torch.device) -> tuple[int, int]:
+def capability(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability of a GPU."""
     return torch.cuda.get_device_capability(device)
 
 
-def _is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.version.hip is None and _capability(device) == HOPPER
+def is_hopper(device: torch.device) -> bool:
+    """Return True for a GPU that the kernels of `hopper/` are made for."""
+    return device.type == "cuda" and torch.version.hip is None and capability(device) == HOPPER
 
 
 def _interpreting() -> bool:

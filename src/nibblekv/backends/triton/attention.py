@@ -25,7 +25,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nibblekv.backends.triton import rotation
+from nibblekv.backends.triton import is_hopper, rotation
 from nibblekv.backends.triton.codec import (
     UINT3,
     code_offset,
@@ -667,11 +667,6 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-@functools.cache
-def _is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9
-
-
 def choose_config(
     layout: KVCacheLayout, num_seqs: int, num_query_heads: int, max_query_len: int, max_seq_len: int, invariant: bool,
     device: torch.device, skew: int = 1,
@@ -688,13 +683,7 @@ def choose_config(
     block_m = 16
     bits = max(layout.k_format.bits, layout.v_format.bits, 4)  # fewer are widened
     tile = 128 if 64 * bits < widest * bits <= 1024 else 64
-    if (
-        widest * bits == 512
-        and max_query_len == 1
-        and max_seq_len >= LONG_TILE_FROM
-        and not invariant
-        and _is_hopper(device)
-    ):
+    if widest * bits == 512 and max_query_len == 1 and max_seq_len >= LONG_TILE_FROM and not invariant and is_hopper(device):
         tile = 256
     num_warps = 2 if widest == 64 else (4 if widest <= 256 else 8)
     # Page numbers and codes are loaded in turn, so five stages prefetch codes two tiles ahead. AMD has 64 KiB for them.

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nibblekv.backends.triton import _is_hopper
+from nibblekv.backends.triton import is_hopper
 from nibblekv.backends.triton.launch import capture_safe, cdiv, launch, next_power_of_2, persist, scratch
 from nibblekv.rotation import RotationKind, inverse_gain, rotation_factors, rotation_matrix
 
@@ -163,7 +163,7 @@ def rotate(
     num_rows = num_tokens * num_heads
     if num_rows == 0:
         return out
-    if _is_hopper(x.device) and (x.dim() == 2 or all(t.stride(0) == num_heads * t.stride(1) for t in (x, out))):
+    if is_hopper(x.device) and (x.dim() == 2 or all(t.stride(0) == num_heads * t.stride(1) for t in (x, out))):
         from nibblekv.backends.triton import hopper
 
         flat, flat_out = rows.flatten(0, 1), target.flatten(0, 1)

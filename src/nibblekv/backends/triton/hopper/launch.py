@@ -7,7 +7,8 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from nibblekv.backends.triton.attention import combine
+from nibblekv.backends.triton import is_hopper
+from nibblekv.backends.triton.attention import combine, multiprocessors
 from nibblekv.backends.triton.codec import format_constants
 from nibblekv.backends.triton.hopper.kernels import combine_kernel, decode_kernel
 from nibblekv.backends.triton.launch import launch, scratch
@@ -64,7 +65,7 @@ def supports(
     kv_cache: torch.Tensor,
 ) -> str | None:
     """Return None if `decode` serves such a call, else the reason why not. Reads metadata only."""
-    if device.type != "cuda" or _capability(device) != (9, 0):
+    if not is_hopper(device):
         return f"needs a GPU of compute capability 9.0, got {device}"
     if layout.k_format.code not in CODES or layout.v_format.code not in CODES:
         return f"needs codes of {CODES}, got {layout.k_format.name} and {layout.v_format.name}"
@@ -183,7 +184,7 @@ def decode(
     if parameters is None:
         reach = min(max_seq_len, options.sliding_window + max_query_len) if options.sliding_window else max_seq_len
         raw_rows = options.raw_sinks + (options.raw_window + max_query_len - 1 if options.raw_window else 0)
-        num_sms = _num_sms(query.device)
+        num_sms = multiprocessors(query.device)
         parameters = plan(num_seqs, num_kv_heads, reach, head_size, num_sms, layout.slot_bytes, skew, raw_rows)
     slots = parameters.splits + parameters.raw_splits
     rows = num_tokens * num_query_heads * slots
@@ -237,17 +238,7 @@ def decode(
 
 
 @functools.cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
-
-
-@functools.cache
 def _signs(kind: RotationKind, head_size: int) -> int:
     """Return the signs of a rotation as bits, 0 for none."""
     signs = rotation_signs(kind, head_size)
     return sum(1 << d for d, sign in enumerate(signs.tolist()) if sign < 0)
-
-
-@functools.cache
-def _num_sms(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
