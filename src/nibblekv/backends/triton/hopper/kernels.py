@@ -259,6 +259,27 @@ def _tile_pages(block_table, tile, seq_len, lane, T: gl.constexpr, BLOCK: gl.con
 
 
 @gluon.jit
+def _hadamard(x, part, N: gl.constexpr, PART_BITS: gl.constexpr, STEP: gl.constexpr):
+    """Return the Hadamard sums of a row that lies N values to a lane; part: this lane's; the next part is STEP lanes on."""
+    for bit in gl.static_range(6):
+        if (1 << bit) < N:
+            y = ()
+            for i in gl.static_range(N):
+                if i & (1 << bit) == 0:
+                    y = y + (x[i] + x[i + (1 << bit)],)
+                else:
+                    y = y + (x[i - (1 << bit)] - x[i],)
+            x = y
+    for bit in gl.static_range(PART_BITS):
+        negative = (part & (1 << bit)) != 0
+        y = ()
+        for i in gl.static_range(N):
+            y = y + (ptx.shuffle_xor(x[i], STEP << bit) + gl.where(negative, -x[i], x[i]),)
+        x = y
+    return x
+
+
+@gluon.jit
 def _rotate_query(
     words, lane, valid, factor, SIGNS: gl.constexpr, D: gl.constexpr, HALF: gl.constexpr, PAIR: gl.constexpr,
     CODE: gl.constexpr,
@@ -274,21 +295,8 @@ def _rotate_query(
         bits = _sign_bits(first, SIGNS, D) >> (first & 31)
         pair = ptx.unpack2(words[i] ^ (((bits & 2) << 30) | ((bits & 1) << 15)), HALF)
         x = x + (gl.where(valid, pair[0], 0.0), gl.where(valid, pair[1], 0.0))
-    for bit in gl.static_range(6 if SIGNS else 0):
-        if (1 << bit) < N:
-            y = ()
-            for i in gl.static_range(N):
-                if i & (1 << bit) == 0:
-                    y = y + (x[i] + x[i + (1 << bit)],)
-                else:
-                    y = y + (x[i - (1 << bit)] - x[i],)
-            x = y
-    for bit in gl.static_range(2 if SIGNS else 0):
-        negative = (lane & (1 << bit)) != 0
-        y = ()
-        for i in gl.static_range(N):
-            y = y + (ptx.shuffle_xor(x[i], 1 << bit) + gl.where(negative, -x[i], x[i]),)
-        x = y
+    if SIGNS:
+        x = _hadamard(x, lane & 3, N, 2, 1)
     top = x[0] * 0.0
     for i in gl.static_range(N):
         top = gl.maximum(top, gl.abs(x[i]))
@@ -350,21 +358,8 @@ def _rotate_row(x, g, gain, SIGNS: gl.constexpr, D: gl.constexpr):
     y = ()
     for i in gl.static_range(N):
         y = y + (gl.where((bits >> i & 1) != 0, -x[i], x[i]) * gain,)
-    for bit in gl.static_range(5 if SIGNS else 0):
-        if (1 << bit) < N:
-            z = ()
-            for i in gl.static_range(N):
-                if i & (1 << bit) == 0:
-                    z = z + (y[i] + y[i + (1 << bit)],)
-                else:
-                    z = z + (y[i - (1 << bit)] - y[i],)
-            y = z
-    for bit in gl.static_range(3 if SIGNS else 0):
-        negative = (g & (1 << bit)) != 0
-        z = ()
-        for i in gl.static_range(N):
-            z = z + (ptx.shuffle_xor(y[i], 4 << bit) + gl.where(negative, -y[i], y[i]),)
-        y = z
+    if SIGNS:
+        y = _hadamard(y, g, N, 3, 4)
     return y
 
 
