@@ -19,7 +19,7 @@ import importlib.util
 import itertools
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -276,18 +276,9 @@ def attend(
         cu_seqlens = query_start_loc.to(torch.int32)
         its_out = rows if library == VLLM_FLASH else None
         part, its_lse = _attend_by_flash(
-            library,
-            query,
-            key,
-            value,
-            cu_seqlens,
-            cu_seqlens,
-            max_query_len,
-            max_query_len,
-            options.softmax_scale,
-            True,
+            library, query, key, value, cu_seqlens, cu_seqlens, max_query_len, max_query_len, options.softmax_scale, True,
             its_out,
-        )
+        )  # fmt: skip
         if its_out is None:
             rows.copy_(part)
         part_lse.copy_(its_lse)
@@ -316,18 +307,12 @@ def attend(
             raw,
         )
         return
-    first = 0
-    while first < len(lengths):
-        last = first + 1
-        if starts[last] - starts[first] < LONG_QUERY:
-            while last < len(lengths) and starts[last + 1] - starts[last] < LONG_QUERY:
-                last += 1
-        tokens = slice(starts[first], starts[last])
+    for first, last, tokens, are_short in _runs(starts):
         own_lse = None if lse is None else lse[tokens]
         its = RawPart(raw.rows[tokens], raw.lse[tokens])
         its_options = _options_of(options, first, last)
         its_starts = query_start_loc[first : last + 1] - starts[first]
-        if last - first > 1 or starts[last] - starts[first] < LONG_QUERY:
+        if are_short:
             if tokens.start < tokens.stop:
                 attention.attend(
                     query[tokens], kv_cache, block_table[first:last], seq_lens[first:last], its_starts, layout, its_options,
@@ -350,7 +335,6 @@ def attend(
                     query[these], kv_cache, block_table[first], its_lens, its_starts, layout, its_options, out[these],
                     RawPart(raw.rows[these], raw.lse[these]), lengths[first] - (tokens.stop - tokens.start),
                 )  # fmt: skip
-        first = last
 
 
 def attend_stored(
@@ -377,15 +361,9 @@ def attend_stored(
     group = query.shape[1] // layout.num_kv_heads
     key_bytes = 2 * (layout.head_size + layout.head_size_v)
     most = min(queries_at_once(layout, group), WORKSPACE_BYTES // 2 // key_bytes)
-    first = 0
-    while first < len(lengths):
-        last = first + 1
-        if starts[last] - starts[first] < LONG_QUERY:
-            while last < len(lengths) and starts[last + 1] - starts[last] < LONG_QUERY:
-                last += 1
-        tokens = slice(starts[first], starts[last])
+    for first, last, tokens, are_short in _runs(starts):
         its_options, its_starts = _options_of(options, first, last), query_start_loc[first : last + 1] - starts[first]
-        if tokens.stop - tokens.start < LONG_QUERY or last - first > 1:
+        if are_short:
             if tokens.start < tokens.stop:
                 attention.attend(
                     query[tokens], kv_cache, block_table[first:last], seq_lens[first:last], its_starts, layout, its_options,
@@ -401,6 +379,18 @@ def attend_stored(
                     its_starts.clamp(max=these.stop - begin), layout, its_options, out[these],
                     RawPart(rows[these], whole[these]), lengths[first] - after - (these.stop - begin), these.stop - begin,
                 )  # fmt: skip
+
+
+def _runs(starts: Sequence[int]) -> Iterator[tuple[int, int, slice, bool]]:
+    """Yield (first sequence, last + 1, their tokens, whether they are short): short neighbours together, long ones alone."""
+    queries = [end - begin for begin, end in itertools.pairwise(starts)]
+    first = 0
+    while first < len(queries):
+        last = first + 1
+        are_short = queries[first] < LONG_QUERY
+        while are_short and last < len(queries) and queries[last] < LONG_QUERY:
+            last += 1
+        yield first, last, slice(starts[first], starts[last]), are_short
         first = last
 
 
