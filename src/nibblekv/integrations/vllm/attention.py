@@ -320,7 +320,7 @@ class QuantizedAttention:
         options: dict[str, Any] = {
             "causal": attn_metadata.causal,
             "alibi_slopes": self.alibi_slopes,
-            "sinks": None if self.sinks is None else self.sinks.float(),
+            "sinks": self.sinks,
         }
         if attn_metadata.mm_prefix_range_tensor is not None:
             options["mm_prefix_ranges"] = attn_metadata.mm_prefix_range_tensor
