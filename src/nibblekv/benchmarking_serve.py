@@ -166,13 +166,8 @@ def bench_serve(
         common: dict[str, Any] = {
             "model": model or str(folder / "llama8b"),
             "max_model_len": context + new_tokens + 16,
-            "gpu_memory_utilization": 0.85,
-            "enable_prefix_caching": False,
-            "max_num_seqs": largest,
             "max_num_batched_tokens": 8192,
-            "disable_log_stats": True,
-            "skip_tokenizer_init": True,
-        } | _graphs(largest)
+        } | _engine(largest)
         if model is None:
             common["load_format"] = "dummy"
             (folder / "llama8b").mkdir()
@@ -227,13 +222,8 @@ def bench_quality(
             "model": model,
             "dtype": "bfloat16",
             "max_model_len": max(lengths) + 16,
-            "gpu_memory_utilization": 0.85,
             "kv_cache_memory_bytes": 4 << 30,
-            "enable_prefix_caching": False,
-            "max_num_seqs": len(windows),
-            "disable_log_stats": True,
-            "skip_tokenizer_init": True,
-        } | _graphs(len(windows))
+        } | _engine(len(windows))
         load = {"windows": windows, "states": str(folder / "states.pt"), "reference": reference}
         columns = {
             name: {"eval_kl_mean": expected[contender.format]}
@@ -291,15 +281,7 @@ def bench_ranks(
             write_random_llama(folder / "small", SMALL)
         vocabulary = json.loads((Path(model) / "config.json").read_text())["vocab_size"]
         draw = random.Random(0)
-        common: dict[str, Any] = {
-            "model": model,
-            "max_model_len": context + 16,
-            "gpu_memory_utilization": 0.85,
-            "enable_prefix_caching": False,
-            "max_num_seqs": prompts,
-            "disable_log_stats": True,
-            "skip_tokenizer_init": True,
-        } | _graphs(prompts)
+        common = {"model": model, "max_model_len": context + 16} | _engine(prompts)
         load = {"prompts": [[draw.randrange(10, vocabulary) for _ in range(context)] for _ in range(prompts)]}
         rows = _run_all(table, tuple(table), common | (engine or {}), load, {}, folder, timeout_s, progress, bare)
     steps = [row.pop("steps", None) for row in rows]
@@ -364,9 +346,19 @@ def write_random_llama(folder: Path, config: dict[str, Any], logit_std: float = 
     save_file(weights, str(folder / "model.safetensors"), metadata={"format": "pt"})
 
 
-def _graphs(largest: int) -> dict[str, Any]:
-    sizes = sorted({size for size in _GRAPH_SIZES if size < largest} | {min(largest, _GRAPH_SIZES[-1])})
-    return {"compilation_config": {"cudagraph_capture_sizes": sizes}} if torch.cuda.is_available() else {}
+def _engine(largest: int) -> dict[str, Any]:
+    """Return what all engines are built with, for at most so many requests at once."""
+    arguments: dict[str, Any] = {
+        "gpu_memory_utilization": 0.85,
+        "enable_prefix_caching": False,
+        "max_num_seqs": largest,
+        "disable_log_stats": True,
+        "skip_tokenizer_init": True,
+    }
+    if torch.cuda.is_available():
+        sizes = sorted({size for size in _GRAPH_SIZES if size < largest} | {min(largest, _GRAPH_SIZES[-1])})
+        arguments["compilation_config"] = {"cudagraph_capture_sizes": sizes}
+    return arguments
 
 
 def _run_all(
