@@ -864,8 +864,8 @@ def combine_kernel(
     partial, partial_lse, out, lse, query, raw_key, raw_value, seq_lens, query_start_loc, out_token_stride, out_head_stride,
     query_token_stride, query_head_stride, raw_seq_stride, raw_row_stride, raw_head_stride, gain, raw_factor, raw_gain,
     window, raw_window, raw_sinks, raw_ring, raw_rows, num_splits, HEADS: gl.constexpr, GROUP: gl.constexpr,
-    QUERY_LEN: gl.constexpr, D: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, RAW: gl.constexpr, HALF: gl.constexpr,
-    SIGNS: gl.constexpr, ROWS: gl.constexpr, LSE: gl.constexpr, PDL: gl.constexpr,
+    QUERY_LEN: gl.constexpr, D: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, RAW: gl.constexpr,
+    HALF: gl.constexpr, SIGNS: gl.constexpr, ROWS: gl.constexpr, LSE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Merge the splits of a row (RAW: after the row of its raw keys has been made, of a query of each of QUERY_LEN)."""
     WARPS: gl.constexpr = gl.num_warps()
