@@ -21,7 +21,7 @@ rows only start at multiples of 8 (keys) and 4 bytes (values), so they are read 
 Weights are scaled by a running power of two above every value scale so far: fp16 then holds them for values of any size.
 
 Keys of a raw window and sinks are attended by the merge, while it waits for the packed splits: programs of their own beside
-those of the splits cost 17 % at 32 x 8,192. It rotates the row that they give and takes it for one more split's.
+those of the splits take the places of packed ones. It rotates the row that they give and takes it for one more split's.
 
 DRAM, not the cores, bounds the loop; the rest of a call is its start, blocks that end unevenly, and the merge. Handing tiles
 to whichever split is ready first evens the ends out and costs more: heads of one page then read it at different times.
