@@ -54,10 +54,13 @@ $(VENV)/.docs: $(VENV)/.base
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
-# Seconds of differential fuzzing, shared by the backends of this machine, the Triton kernels in their interpreter among them.
+# Seconds of differential fuzzing, shared by the backends of this machine, the Triton kernels in their interpreter among
+# them, in JOBS processes at once; JSON=FILE keeps a summary.
 SECONDS ?= 60
+JOBS ?= 1
 fuzz: $(VENV)/.dev
-	TRITON_INTERPRET=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -W ignore tests/fuzz.py --seconds $(SECONDS)
+	TRITON_INTERPRET=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -W ignore tests/fuzz.py \
+		--seconds $(SECONDS) --jobs $(JOBS) $(if $(JSON),--json $(JSON))
 
 # Minutes of mixed requests through vLLM's engine on CPU.
 MINUTES ?= 60

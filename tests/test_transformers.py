@@ -20,6 +20,7 @@ from nibblekv import dequantize, quantize  # noqa: E402
 from nibblekv.cache import CacheFullError  # noqa: E402
 from nibblekv.integrations import transformers as integration  # noqa: E402
 from nibblekv.integrations.transformers import attach, detach  # noqa: E402
+from nibblekv.peers import cache_argument  # noqa: E402
 
 BASE = {
     "vocab_size": 96,
@@ -179,7 +180,7 @@ def assert_generates_like_oracle(model, ids, mask, **options):
 
 @pytest.fixture(autouse=True)
 def _no_rename_warnings():
-    """transformers 5.2x renames `past_key_values` to `cache` and takes both."""
+    """transformers 5.24 renames `past_key_values` to `cache` and takes both."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         yield
@@ -575,6 +576,21 @@ def test_bad_arguments_are_named():
     with pytest.raises(ValueError, match="head_dim: expected a multiple of 8 from 32 to 512, got 16"):
         attach(build("llama", head_dim=16))
     assert model.config._attn_implementation == before
+
+
+def test_the_cache_goes_by_the_name_that_this_release_has():
+    """Catches a release whose new name for the argument our mask or cache does not see, and a warning from our own calls."""
+    model = build("llama")
+    ids, mask = prompt(1, 14)
+    old = [forward(model, ids, mask, attached(model)), generate(model, ids, mask, attached(model)).sequences]
+    named = [cache_argument(model, attached(model)) for _ in range(2)]
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        logits = model(ids, attention_mask=mask, **named[0]).logits
+        tokens = model.generate(ids, attention_mask=mask, pad_token_id=0, max_new_tokens=12, do_sample=False, **named[1])
+    assert torch.equal(logits, old[0])
+    assert torch.equal(tokens, old[1])
+    assert [cache.lengths for given in named for cache in given.values()] == [[14], [25]]
 
 
 def refused(error, message, call, lengths=(10,)):
