@@ -235,9 +235,10 @@ class Machine:
         tolerance = TOLERANCE.get(self.backend, DEFAULT_TOLERANCE)
         scale = 1.0 if opts.output_scale is None else float(opts.output_scale)
         size = max((float(v.nan_to_num(0).abs().max()) for _, v in rows + (kept or []) if len(v)), default=0.0) / scale
-        compare("out", got[0].double(), expected, tolerance * size, dtype)
+        slack = self._score_rounding(query, rows + (kept or []), opts.softmax_scale) if own else 0.0
+        compare("out", got[0].double(), expected, (tolerance + slack) * size, dtype)
         whole = ~expected.isnan().any(-1)  # a row that a NaN value made NaN may or may not have a log-sum-exp
-        compare("lse", got[1].double()[whole], expected_lse[whole], 10 * tolerance, torch.float32)
+        compare("lse", got[1].double()[whole], expected_lse[whole], 10 * tolerance + slack, torch.float32)
         if opts.batch_invariant and not self.long:
             b = random.randrange(len(chosen))
             mine = slice(starts[b], starts[b + 1])
@@ -249,6 +250,14 @@ class Machine:
             for name, lone, among in zip(("out", "lse"), again, got, strict=True):
                 same = lone.view(torch.uint8) == among[mine].contiguous().view(torch.uint8)
                 assert same.all(), f"{name}: a row alone and in a batch differ, with batch_invariant"
+
+    def _score_rounding(self, query: torch.Tensor, rows: Rows, softmax_scale: float) -> float:
+        """Bound what scores lose where a prefill's prefix meets rotated queries on tensor cores, both rounded to float16."""
+        if self.backend != "triton":
+            return 0.0
+        longest = max((float(keys.nan_to_num(0, 0, 0).norm(dim=-1).max()) for keys, _ in rows if len(keys)), default=0.0)
+        products = float(query.float().norm(dim=-1).max()) * longest * abs(softmax_scale) if len(query) else 0.0
+        return 2**-10 * products / math.sqrt(self.layout.head_size)
 
     def _outputs(self, query: torch.Tensor, dtype: torch.dtype) -> dict[str, Any]:
         out = torch.full((*query.shape[:2], self.layout.head_size_v), math.nan).to(dtype)
@@ -269,7 +278,7 @@ class Machine:
             length = random.randint(0, sequence.length)
             got = gather_and_dequantize(self.kv_cache, self._table([sequence], random)[0], length, self.layout)
             for rows, expected in zip(got, self._stored(sequence), strict=True):
-                assert torch.equal(rows.nan_to_num(7.0), expected[:length].nan_to_num(7.0)), "rows are not those written"
+                assert same_rows(rows, expected[:length]), "rows are not those written"
 
     def _call(self, query: torch.Tensor, chosen: list, query_lens: list[int], random: Random, **arguments: Any) -> Any:
         """Call `paged_attention` on sequences."""
@@ -488,7 +497,7 @@ class PagedMachine(Machine):
         for sequence in self.sequences:
             for layer, expected in enumerate(sequence.rows):
                 for got, rows in zip(self.cache.gather(sequence.seq_id, layer), expected, strict=True):
-                    assert torch.equal(got.nan_to_num(7.0), rows.nan_to_num(7.0)), f"{call} changed another sequence's rows"
+                    assert same_rows(got, rows), f"{call} changed another sequence's rows"
         for allocation, outside in self.canaries:
             assert (allocation[outside] == CANARY).all(), f"{call} wrote beside the pages"
         unused = torch.ones(self.cache.num_blocks, self.cache.block_size, dtype=torch.bool)
@@ -710,6 +719,12 @@ def compare(name: str, got: torch.Tensor, expected: torch.Tensor, tolerance: flo
     if (error > bound).any():
         worst = (error - bound).argmax()
         raise AssertionError(f"{name}: error {float(error[worst]):.3g} where {float(bound[worst]):.3g} is allowed")
+
+
+def same_rows(got: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Tell whether rows decoded twice agree: a sum of the inverse rotation may round otherwise among other rows."""
+    got, expected = got.nan_to_num(7.0), expected.nan_to_num(7.0)
+    return torch.allclose(got, expected, rtol=2**-23, atol=1e-14 * float(expected.abs().max()) if expected.numel() else 0.0)
 
 
 MACHINES: tuple[type[Machine], ...] = (Machine, PagedMachine)

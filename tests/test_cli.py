@@ -213,6 +213,11 @@ def test_the_demo_tells_its_whole_story(tiny, tmp_path, monkeypatch):
         (("eval", "--formats", "int5"), "format: expected one of int4"),
         (("eval", "--formats", ","), "expected a comma-separated list"),
         (("eval", "--dtype", "int8"), "dtype: expected auto or one of"),
+        (("eval", "--device", "gpu"), "device: expected cpu, or a GPU of this machine such as cuda, got gpu: "),
+        (
+            ("generate", "hi", "--device", "cuda:99"),
+            "device: expected cpu, or a GPU of this machine such as cuda, got cuda:99: ",
+        ),
         (("eval", "--text", "/no/such/text"), "text: expected one of"),
         (("generate", "hi", "--model", "/no/such/model"), "no such file or folder: /no/such/model"),
         (("plan", "--memory", "lots", "--layers", "1", "--kv-heads", "1", "--head-size", "64"), "memory: expected a size"),
@@ -225,7 +230,7 @@ def test_the_demo_tells_its_whole_story(tiny, tmp_path, monkeypatch):
         ),
         (("bench", "attention", "--plot", "x.svg"), "shapes, resume, plot: expected only with --device cuda"),
     ],
-    ids=["format", "list", "dtype", "text", "model", "memory", "numbers", "both", "device", "shapes", "plot"],
+    ids=["format", "list", "dtype", "name", "gpu", "text", "model", "memory", "numbers", "both", "device", "shapes", "plot"],
 )
 def test_errors_are_one_sentence(arguments, message):
     """Catches tracebacks, and exit code 0 after an error."""
