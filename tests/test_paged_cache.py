@@ -446,6 +446,31 @@ def test_a_crop_of_a_draft_keeps_the_window_whole(generator):
         assert_reads(cache, cache.view(ids), [kept.packed()], [raw], generator)
 
 
+@pytest.mark.parametrize("keep", [52, 37, 9, 3])
+@pytest.mark.parametrize("then", ["view", "append"])
+def test_a_crop_beyond_the_margin_reads_the_lost_tokens_as_stored(generator, keep, then):
+    """Catches rows of tokens that were dropped, read in place of older ones which they have overwritten in the ring."""
+    cache = make_windowed()
+    (seq_id,) = cache.add_sequences()
+    kept = Kept(cache)
+
+    def append(count):
+        keys, values = random_tokens(cache, count, generator)
+        step = cache.append([seq_id], keys, values, count)
+        kept.append(list(zip(keys, values, strict=True)))
+        return step
+
+    append(90)
+    cache.crop(seq_id, keep)
+    kept.crop(keep)
+    if then == "view":
+        assert_reads(cache, cache.view([seq_id], min(keep, 3)), [kept.packed()], [kept.raw()], generator)
+    before = kept.raw()
+    step = append(2)
+    raw = [join(old, [x[-2:] for x in new]) for old, new in zip(before, kept.rows, strict=True)]
+    assert_reads(cache, step, [kept.packed()], [raw], generator)
+
+
 def test_bytes_of_window_and_sinks_are_counted(generator):
     """A fixed number per sequence and layer, whatever its length; none without."""
     plain, cache = make(8), make_windowed(num_blocks=8)

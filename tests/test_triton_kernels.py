@@ -215,7 +215,7 @@ OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
         "sliding_window": 9,
         "mm_prefix_clamp": True,
     },
-    "fp8-output": lambda: {"output_scale": torch.tensor([0.02], device=DEVICE)},
+    "fp8-output": lambda: {"output_scale": torch.tensor([0.001], device=DEVICE)},  # a part of the values saturates
     "batch-invariant": lambda: {"batch_invariant": True},
     "host-lengths": lambda: {"host_lengths": ([0, 2, 7], [23, 54])},
 }
