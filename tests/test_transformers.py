@@ -17,7 +17,7 @@ from transformers import DynamicCache  # noqa: E402
 from transformers.masking_utils import eager_mask  # noqa: E402
 
 from nibblekv import dequantize, quantize  # noqa: E402
-from nibblekv.cache import CacheFullError  # noqa: E402
+from nibblekv.cache import CacheFullError, PagedKVCache  # noqa: E402
 from nibblekv.integrations import transformers as integration  # noqa: E402
 from nibblekv.integrations.transformers import attach, detach  # noqa: E402
 from nibblekv.peers import cache_argument  # noqa: E402
@@ -503,6 +503,31 @@ def test_an_interrupted_forward_is_told_and_taken_back():
     with pytest.raises(RuntimeError, match="at least the 10 positions of the forward that was interrupted before layer 1"):
         cache.crop(-4)
     cache.crop(-10)
+    got = forward(model, ids, mask, cache, 20)
+    want = forward(model, ids, mask, attached(model, strict=True))[:, 20:]
+    assert_near(got, want)
+
+
+@pytest.mark.parametrize("pads", [0, 3])
+def test_a_forward_that_fails_in_attention_leaves_the_cache_as_it_was(pads, monkeypatch):
+    """Catches lengths, columns or padding of a forward that never came to its end: the next one would read its tokens."""
+    model = build("llama")
+    cache = attached(model, strict=True)
+    ids, mask = prompt(2, 30, pads=pads)
+    forward(model, ids[:, :20], mask[:, :20], cache)
+    calls, attend = [], PagedKVCache.attend
+
+    def fail_second(self, *args, **kwargs):
+        calls.append(args)
+        if len(calls) == 2:
+            raise MemoryError("full")
+        return attend(self, *args, **kwargs)
+
+    monkeypatch.setattr(PagedKVCache, "attend", fail_second)
+    with pytest.raises(MemoryError):
+        forward(model, ids, mask, cache, 20)
+    assert cache.lengths == [20 - pads, 20]
+    assert cache.get_seq_length() == 20
     got = forward(model, ids, mask, cache, 20)
     want = forward(model, ids, mask, attached(model, strict=True))[:, 20:]
     assert_near(got, want)
