@@ -81,9 +81,10 @@ def report(
         record_file = folder / RECORD
         with progress_bar() as bar:
             loaded, tokenizer = load_model(model, torch_dtype, bar, device)
-            found = measure(loaded, tokenizer, names, sizes, model_name=model, progress=_also_in_logs(bar))
-        rows = found.pop("rows")
-        write_json(record_file, rows, **found)
+            measure(
+                loaded, tokenizer, names, sizes, model_name=model, progress=_also_in_logs(bar),
+                save=lambda found: write_json(record_file, **found),
+            )  # fmt: skip
     try:
         record: Any = json.loads(record_file.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
