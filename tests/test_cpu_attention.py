@@ -218,6 +218,21 @@ def test_bytes_that_are_not_visible_change_nothing(instruction_set: str, format:
     assert torch.equal(batch.attend(backend="cpu", sliding_window=40), expected)
 
 
+@pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("page", [-1, "beyond", 2**31 - 1])
+def test_a_page_that_the_cache_lacks_is_refused_before_anything_is_read(index: torch.dtype, page: int | str):
+    """Catches kernels that read outside the cache: they look themselves, once for all pages of a call."""
+    batch = Batch.make(KVCacheLayout.create("int4", num_kv_heads=2, head_size=64), [37, 20], [1, 2], 4)
+    num_blocks = batch.kv_cache.shape[0]
+    batch.block_table[1, 1] = num_blocks if page == "beyond" else page
+    batch.block_table = batch.block_table.to(index)
+    out = torch.full_like(batch.query, torch.nan)
+    for own in ({}, {"key": batch.key, "value": batch.value}):
+        with pytest.raises(ValueError, match=f"block_table: expected pages 0 to {num_blocks - 1}, got"):
+            batch.attend(backend="cpu", out=out, **own)
+        assert out.isnan().all()
+
+
 def test_a_row_that_sees_nothing(instruction_set: str):
     layout = KVCacheLayout.create("int4", num_kv_heads=1, head_size=32)
     batch = Batch.make(layout, [20], [20], 2)
