@@ -99,6 +99,15 @@ def test_ranges_that_cross_tiles(instruction_set: str, options: dict):
     assert_equals_reference(batch, key=batch.key, value=batch.value, **options)
 
 
+@pytest.mark.parametrize(("cap", "scale"), [(0.005, 0.125), (2.0, 50.0)])
+@pytest.mark.parametrize("raw_chunk", [False, True], ids=["stored", "raw"])
+def test_softcap_far_exceeded(instruction_set: str, cap: float, scale: float, raw_chunk: bool):
+    """Case 12. Catches tanh written as (e^2x - 1) / (e^2x + 1): infinity over infinity where |score / cap| > 44."""
+    batch = Batch.make(KVCacheLayout.create("int4", num_kv_heads=2, head_size=64), [21, 9], [3, 1], 4)
+    own = {"key": batch.key, "value": batch.value} if raw_chunk else {}
+    assert_equals_reference(batch, softcap=cap, softmax_scale=scale, **own)
+
+
 @pytest.mark.parametrize(("kv_heads", "group"), [(1, 1), (1, 40), (3, 3), (2, 7), (5, 8), (1, 12), (2, 33)])
 def test_any_gqa_ratio(instruction_set: str, kv_heads: int, group: int):
     """Catches rows lost where a group is no multiple of the kernels' tiles of 4 and 32 rows."""
