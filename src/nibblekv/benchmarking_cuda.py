@@ -39,6 +39,8 @@ DTYPE = torch.float16
 ROOF_BYTES = 2 << 30
 # Segments of a sequence that vLLM's kernels use.
 VLLM_SEGMENTS = 16
+# Calls of a CUDA graph, at least.
+GRAPH_CALLS = 8
 # Calls between two waits of `host_time`: fewer than fill the queue of launches.
 BURST = 25
 # Of the error rows. float32 queries take the portable kernels where 16-bit ones take those of the GPU's own.
@@ -86,7 +88,11 @@ SHAPES: tuple[Shape, ...] = (
 
 
 def graph_time(calls: Sequence[Callable[[], Any]], replays: int = 15) -> float:
-    """Return the median GPU microseconds of one of the calls, replayed one after another in a CUDA graph."""
+    """Return the median GPU microseconds of one of the calls, replayed one after another in a CUDA graph.
+
+    Few calls are repeated in the graph: between two graphs the device rests for up to 10 us.
+    """
+    calls = list(calls) * -(-GRAPH_CALLS // len(calls))
     torch.cuda.synchronize()  # the inputs are made on another stream
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
