@@ -58,7 +58,8 @@ struct Context {  // of one item
   const Geometry& g;
   const Item& item;
   Workspace& w;
-  int64_t group, begin, query_len, seq_len, context_len, paged_len, rows, value_width;
+  int64_t group, begin, query_len, seq_len, context_len, paged_len, rows;
+  int64_t value_width, page_values;  // of accumulators: unquantized values, and those of pages
   bool causal, special, own, ring, raw, k_int, v_int;  // own: the queries' own rows, ring: raw_key, raw: one of them
   float factor;  // of the operands: softmax_scale, and log2(e) unless options need natural units
   float sum[kMaxRows];  // of the rotated query, times factor
@@ -84,7 +85,10 @@ struct Context {  // of one item
     factor = static_cast<float>(a.softmax_scale) * (special ? 1.0f : kLog2e);
     k_int = NKV_AVX512 && g.k.code != kFp8;
     v_int = NKV_AVX512 && g.v.code != kFp8;
-    value_width = (g.v.head_size + 15) / 16 * 16;
+    value_width = page_values = (g.v.head_size + 15) / 16 * 16;
+#if NKV_AVX512
+    if (v_int) page_values = value_accumulator_size(g.v.row_bytes, g.v.code == kUint4);
+#endif
     for (int64_t r = 0; r < rows; ++r) query_of[r] = (item.row0 + r) / group;
   }
   int64_t query(int64_t r) const { return query_of[r]; }
@@ -184,60 +188,56 @@ NKV_INLINE __m512i round_operand(__m512 x, float inverse) {
   return _mm512_cvtps_epi32(_mm512_mul_ps(x, _mm512_set1_ps(inverse)));
 }
 
-NKV_INLINE void split_operand(__m512i q, int32_t* high, int32_t* low) {
+NKV_INLINE void split_operand(__m512i q, __m128i* high, __m128i* low) {
   const __m512i h = _mm512_srai_epi32(_mm512_add_epi32(q, _mm512_set1_epi32(128)), 8);
-  _mm512_store_si512(high, h);
-  _mm512_store_si512(low, _mm512_sub_epi32(q, _mm512_slli_epi32(h, 8)));
+  *high = _mm512_cvtepi32_epi8(h);
+  *low = _mm512_cvtepi32_epi8(q);  // minus 256 h
 }
 
-// The bytes of one query for dot_keys; see KeyRow.
+// The bytes of one query for the dot products; see KeyRow. Sums wrap, as the dot products do that they are taken from.
 static void make_operand(Context& c, int64_t r) {
   const int64_t n = c.g.k.head_size;
   const bool nibbles = c.g.k.code == kUint4;
   const float* x = c.w.query_rotated + r * kMaxHeadSize;
+  auto load = [&](int64_t d) { return _mm512_maskz_loadu_ps(n - d >= 16 ? 0xFFFF : n > d ? 0x00FF : 0, x + d); };
   __m512 top = _mm512_setzero_ps();
-  for (int64_t d = 0; d < n; d += 16)
-    top = _mm512_max_ps(top, _mm512_abs_ps(_mm512_maskz_loadu_ps(n - d >= 16 ? 0xFFFF : 0x00FF, x + d)));
-  const float largest = _mm512_reduce_max_ps(top);
-  const float limit = nibbles ? kLargestNibbles : kLargestOperand;
+  for (int64_t d = 0; d < n; d += 16) top = _mm512_max_ps(top, _mm512_abs_ps(load(d)));
+  const float largest = _mm512_reduce_max_ps(top), limit = nibbles ? kLargestNibbles : kLargestOperand;
   const float inverse = largest > kSmallestOperand ? limit / largest : 0.0f;
-  int8_t* bytes = reinterpret_cast<int8_t*>(c.w.operand + r * kMaxHeadSize / 2);
-  uint32_t sum = 0;  // wraps, as the dot products do that it is taken from
-  alignas(64) int32_t high[kMaxHeadSize], low[kMaxHeadSize];
+  __m128i* out = reinterpret_cast<__m128i*>(c.w.operand + r * kMaxHeadSize / 2);
+  __m512i center = _mm512_setzero_si512();
   if (nibbles) {
-    const __m512i even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
-    const __m512i odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
-    for (int64_t d = 0; d < n; d += 32) {
-      const __m512 a = _mm512_loadu_ps(x + d), b = d + 16 < n ? _mm512_loadu_ps(x + d + 16) : _mm512_setzero_ps();
-      const __m512i both = round_operand(_mm512_permutex2var_ps(a, odd, b), inverse);
-      const __m512 rest = _mm512_sub_ps(_mm512_mul_ps(_mm512_permutex2var_ps(a, even, b), _mm512_set1_ps(inverse)),
-                                        _mm512_mul_ps(_mm512_cvtepi32_ps(both), _mm512_set1_ps(0.0625f)));
-      split_operand(_mm512_cvtps_epi32(rest), high + d, low + d);
-      split_operand(both, high + d + 16, low + d + 16);
+    const __m512i even_lanes = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+    const __m512i odd_lanes = _mm512_add_epi32(even_lanes, _mm512_set1_epi32(1));
+    const __m512 scale = _mm512_set1_ps(inverse), sixteenth = _mm512_set1_ps(0.0625f);
+    for (int64_t d = 0; d < n; d += 32, out += 4) {
+      const __m512 a = load(d), b = load(d + 16);
+      const __m512i byte = round_operand(_mm512_permutex2var_ps(a, odd_lanes, b), inverse);
+      const __m512 even = _mm512_mul_ps(_mm512_permutex2var_ps(a, even_lanes, b), scale);
+      const __m512i rest = _mm512_cvtps_epi32(_mm512_fnmadd_ps(_mm512_cvtepi32_ps(byte), sixteenth, even));
+      center = _mm512_add_epi32(center, _mm512_add_epi32(_mm512_slli_epi32(rest, 7), _mm512_mullo_epi32(byte, _mm512_set1_epi32(136))));
+      __m128i even_high, even_low, byte_high, byte_low;
+      split_operand(rest, &even_high, &even_low);
+      split_operand(byte, &byte_high, &byte_low);
+      const __m128i e0 = _mm_unpacklo_epi32(even_high, even_low), e1 = _mm_unpackhi_epi32(even_high, even_low);
+      const __m128i b0 = _mm_unpacklo_epi32(byte_high, byte_low), b1 = _mm_unpackhi_epi32(byte_high, byte_low);
+      _mm_store_si128(out, _mm_unpacklo_epi64(e0, b0));
+      _mm_store_si128(out + 1, _mm_unpackhi_epi64(e0, b0));
+      _mm_store_si128(out + 2, _mm_unpacklo_epi64(e1, b1));
+      _mm_store_si128(out + 3, _mm_unpackhi_epi64(e1, b1));
     }
-    for (int64_t i = 0; i < n / 2; ++i) {  // byte i of a row
-      const int64_t from = i / 16 * 32 + i % 16;
-      int8_t* p = bytes + i / 4 * 16 + i % 4;
-      for (int64_t part = 0; part < 2; ++part) {
-        const int32_t h = high[from + 16 * part], l = low[from + 16 * part];
-        p[8 * part] = static_cast<int8_t>(h);
-        p[8 * part + 4] = static_cast<int8_t>(l);
-        sum += static_cast<uint32_t>(256 * h + l) * (part ? 17 : 16);  // of q_even + q_odd, in sixteenths
-      }
-    }
-    c.center[r] = static_cast<int32_t>(sum * 8);
-    c.operand_scale[r] = largest / limit * 0.0625f;
   } else {
-    for (int64_t d = 0; d < n; d += 16) split_operand(round_operand(_mm512_loadu_ps(x + d), inverse), high + d, low + d);
-    for (int64_t d = 0; d < n; ++d) {
-      int8_t* p = bytes + d / 4 * 8 + d % 4;
-      p[0] = static_cast<int8_t>(high[d]);
-      p[4] = static_cast<int8_t>(low[d]);
-      sum += static_cast<uint32_t>(256 * high[d] + low[d]);
+    for (int64_t d = 0; d < n; d += 16, out += 2) {
+      const __m512i q = round_operand(load(d), inverse);
+      center = _mm512_add_epi32(center, _mm512_slli_epi32(q, 7));
+      __m128i high, low;
+      split_operand(q, &high, &low);
+      _mm_store_si128(out, _mm_unpacklo_epi32(high, low));
+      _mm_store_si128(out + 1, _mm_unpackhi_epi32(high, low));
     }
-    c.center[r] = static_cast<int32_t>(sum * 128);
-    c.operand_scale[r] = largest / limit;
   }
+  c.center[r] = _mm512_reduce_add_epi32(center);
+  c.operand_scale[r] = largest / limit * (nibbles ? 0.0625f : 1.0f);
 }
 
 // Rows of another pitch than their bytes, of 8-bit codes or of less than 4 bits.
@@ -702,10 +702,9 @@ static void attend_raw(Context& c, int64_t first, int64_t n, bool own, const Bit
   for (int64_t r = 0; r < c.rows; ++r) softmax_row(c, r, first, n, bits[r], seen[r]);
   memcpy(c.sum, sums, sizeof sums);
   weigh_float(c, w.states.raw, padded);
-  const int64_t pages = c.v_int ? kMaxHeadSize : c.value_width;
   for (int64_t r = 0; r < c.rows; ++r)  // the other accumulator has the same unit
     if (c.decay[r] != 1.0f)
-      for (int64_t d = 0; d < pages; ++d) w.states.pages[r * kMaxHeadSize + d] *= c.decay[r];
+      for (int64_t d = 0; d < c.page_values; ++d) w.states.pages[r * kMaxHeadSize + d] *= c.decay[r];
 }
 
 static void load_queries(Context& c) {
@@ -738,8 +737,9 @@ static void load_queries(Context& c) {
 
 static void reset(Context& c, States& s) {
   for (int64_t r = 0; r < c.rows; ++r) s.row[r] = {-INFINITY, 0, 0.0, 0.0};
-  memset(s.pages, 0, c.rows * kMaxHeadSize * sizeof(float));
-  if (c.raw) memset(s.raw, 0, c.rows * kMaxHeadSize * sizeof(float));
+  for (int64_t r = 0; r < c.rows; ++r) memset(s.pages + r * kMaxHeadSize, 0, c.page_values * sizeof(float));
+  if (c.raw)
+    for (int64_t r = 0; r < c.rows; ++r) memset(s.raw + r * kMaxHeadSize, 0, c.value_width * sizeof(float));
 }
 
 // into = into + from, one row; n floats of each accumulator.
@@ -846,12 +846,12 @@ static void attend(const Plan& plan, const Item& item) {
         const int64_t slot = item.partial + (split - item.first_split) * c.rows + r;
         plan.partials[slot] = w.states.row[r];
         float* to = plan.accumulators + slot * plan.accumulator_size;
-        memcpy(to, pages, kMaxHeadSize * sizeof(float));
-        if (c.raw) memcpy(to + kMaxHeadSize, raw, kMaxHeadSize * sizeof(float));
+        memcpy(to, pages, c.page_values * sizeof(float));
+        if (c.raw) memcpy(to + kMaxHeadSize, raw, c.value_width * sizeof(float));
       } else if (fold_here) {
         Partial copy = w.total.row[r];
-        fold(&copy, w.states.row[r], kMaxHeadSize, w.total.pages + r * kMaxHeadSize, pages);
-        if (c.raw) fold(&w.total.row[r], w.states.row[r], kMaxHeadSize, w.total.raw + r * kMaxHeadSize, raw);
+        fold(&copy, w.states.row[r], c.page_values, w.total.pages + r * kMaxHeadSize, pages);
+        if (c.raw) fold(&w.total.row[r], w.states.row[r], c.value_width, w.total.raw + r * kMaxHeadSize, raw);
         w.total.row[r] = copy;
       }
     }
@@ -874,8 +874,8 @@ static void merge(const Plan& plan, const Item& item) {
       const int64_t slot = item.partial + split * c.rows + r;
       const float* from = plan.accumulators + slot * plan.accumulator_size;
       Partial copy = w.total.row[r];
-      fold(&copy, plan.partials[slot], kMaxHeadSize, pages, from);
-      if (c.raw) fold(&w.total.row[r], plan.partials[slot], kMaxHeadSize, raw, from + kMaxHeadSize);
+      fold(&copy, plan.partials[slot], c.page_values, pages, from);
+      if (c.raw) fold(&w.total.row[r], plan.partials[slot], c.value_width, raw, from + kMaxHeadSize);
       w.total.row[r] = copy;
     }
     write_row_out(c, r, w.total.row[r], pages, c.raw ? raw : nullptr);

@@ -346,21 +346,29 @@ static void dot_values(const uint8_t* values, int64_t row_bytes, int64_t quads, 
 }
 
 NKV_INLINE int64_t value_accumulator_size(int64_t row_bytes, bool nibbles) {
-  return (full_chunks(row_bytes) + half_chunk(row_bytes)) * (nibbles ? 128 : 64);
+  return (full_chunks(row_bytes) * 2 + half_chunk(row_bytes)) * (nibbles ? 64 : 32);
 }
 
 // values[d] += accumulator, in the order of the head's dimensions.
 static void gather_accumulator(const float* accumulator, int64_t row_bytes, bool nibbles, float* values) {
-  const int64_t full = full_chunks(row_bytes), parts = nibbles ? 2 : 1;
+  const int64_t full = full_chunks(row_bytes);
   for (int64_t chunk = 0; chunk < full + half_chunk(row_bytes); ++chunk)
     for (int64_t u = 0; u < (chunk == full ? 2 : 4); ++u)
-      for (int64_t p = 0; p < parts; ++p)
-        for (int64_t lane = 0; lane < 16; ++lane) {
-          const int64_t quarter = lane / 4;
-          const int64_t in_chunk = chunk == full ? 16 * (quarter & 1) + 8 * u + 4 * (quarter / 2) : 16 * quarter + 4 * u;
-          const int64_t byte = 64 * chunk + in_chunk + lane % 4;
-          if (byte < row_bytes) values[byte * parts + p] += accumulator[((chunk * 4 + u) * parts + p) * 16 + lane];
+      for (int64_t quarter = 0; quarter < 4; ++quarter) {  // of a vector: 4 bytes of a row
+        const int64_t in_chunk = chunk == full ? 16 * (quarter & 1) + 8 * u + 4 * (quarter / 2) : 16 * quarter + 4 * u;
+        const int64_t byte = 64 * chunk + in_chunk;
+        if (byte >= row_bytes) continue;
+        if (nibbles) {
+          const float* a = accumulator + (chunk * 4 + u) * 32 + 4 * quarter;
+          const __m128 even = _mm_load_ps(a), odd = _mm_load_ps(a + 16);
+          float* to = values + 2 * byte;
+          _mm_store_ps(to, _mm_add_ps(_mm_load_ps(to), _mm_unpacklo_ps(even, odd)));
+          _mm_store_ps(to + 4, _mm_add_ps(_mm_load_ps(to + 4), _mm_unpackhi_ps(even, odd)));
+        } else {
+          float* to = values + byte;
+          _mm_store_ps(to, _mm_add_ps(_mm_load_ps(to), _mm_load_ps(accumulator + (chunk * 4 + u) * 16 + 4 * quarter)));
         }
+      }
 }
 
 // Largest integer whose high and low byte, the low one signed, both fit.
