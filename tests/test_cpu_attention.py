@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import math
 import struct
@@ -96,6 +97,15 @@ def test_ranges_that_cross_tiles(instruction_set: str, options: dict):
     batch = Batch.make(layout, [430, 400], [150, 40], 2, seed=3)
     assert_equals_reference(batch, **options)
     assert_equals_reference(batch, key=batch.key, value=batch.value, **options)
+
+
+@pytest.mark.parametrize(("cap", "scale"), [(0.005, 0.125), (2.0, 50.0)])
+@pytest.mark.parametrize("raw_chunk", [False, True], ids=["stored", "raw"])
+def test_softcap_far_exceeded(instruction_set: str, cap: float, scale: float, raw_chunk: bool):
+    """Case 12. Catches tanh written as (e^2x - 1) / (e^2x + 1): infinity over infinity where |score / cap| > 44."""
+    batch = Batch.make(KVCacheLayout.create("int4", num_kv_heads=2, head_size=64), [21, 9], [3, 1], 4)
+    own = {"key": batch.key, "value": batch.value} if raw_chunk else {}
+    assert_equals_reference(batch, softcap=cap, softmax_scale=scale, **own)
 
 
 @pytest.mark.parametrize(("kv_heads", "group"), [(1, 1), (1, 40), (3, 3), (2, 7), (5, 8), (1, 12), (2, 33)])
@@ -217,6 +227,21 @@ def test_bytes_that_are_not_visible_change_nothing(instruction_set: str, format:
     assert torch.equal(batch.attend(backend="cpu", sliding_window=40), expected)
 
 
+@pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("page", [-1, "beyond", 2**31 - 1])
+def test_a_page_that_the_cache_lacks_is_refused_before_anything_is_read(index: torch.dtype, page: int | str):
+    """Catches kernels that read outside the cache: they look themselves, once for all pages of a call."""
+    batch = Batch.make(KVCacheLayout.create("int4", num_kv_heads=2, head_size=64), [37, 20], [1, 2], 4)
+    num_blocks = batch.kv_cache.shape[0]
+    batch.block_table[1, 1] = num_blocks if page == "beyond" else page
+    batch.block_table = batch.block_table.to(index)
+    out = torch.full_like(batch.query, torch.nan)
+    for own in ({}, {"key": batch.key, "value": batch.value}):
+        with pytest.raises(ValueError, match=f"block_table: expected pages 0 to {num_blocks - 1}, got"):
+            batch.attend(backend="cpu", out=out, **own)
+        assert out.isnan().all()
+
+
 def test_a_row_that_sees_nothing(instruction_set: str):
     layout = KVCacheLayout.create("int4", num_kv_heads=1, head_size=32)
     batch = Batch.make(layout, [20], [20], 2)
@@ -241,6 +266,30 @@ def test_splits_over_threads(threads: int, own_threads: bool):
         assert_equals_reference(batch, key=batch.key, value=batch.value, sinks=torch.tensor([0.5, 4.0]))
     finally:
         _library.library().nibblekv_set_team(team)
+
+
+@pytest.mark.parametrize("query_len", [1, 2, 8])
+def test_draft_tokens_are_spread_over_threads_as_one_query_is(query_len: int):
+    """Case 15. Catches splits for single queries only: verifying drafts then runs on one thread of eight."""
+    layout = KVCacheLayout.create("int4", num_kv_heads=1, head_size=64)
+    batch = Batch.make(layout, [4000], [query_len], 2, magnitude=1.5)
+    asked: list[int] = []
+
+    @ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+    def team(worker: int, shared: int, num_threads: int, flags: int) -> None:
+        asked.append(num_threads)
+        ctypes.CFUNCTYPE(None, ctypes.c_void_p)(worker)(shared)
+
+    own, threads = _library.team(), torch.get_num_threads()
+    _library.library().nibblekv_set_team(team)
+    torch.set_num_threads(8)
+    try:
+        out = batch.attend(backend="cpu")
+    finally:
+        _library.library().nibblekv_set_team(own)
+        torch.set_num_threads(threads)
+    assert asked == [8]
+    assert_close(out, batch.attend(backend="reference"))
 
 
 @pytest.mark.parametrize("raw_chunk", [False, True], ids=["stored", "raw"])
