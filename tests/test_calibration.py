@@ -14,6 +14,8 @@ from nibblekv.calibration import (
     UNCOUNTED_TOKENS,
     Calibration,
     LayerCalibration,
+    _error_cost,
+    _key_map,
     calibrate,
     find_calibration,
     fingerprint,
@@ -37,7 +39,10 @@ LENGTHS = (23, 37)
 def random_layer(seed: int = 0, heads: int = HEADS, size: int = SIZE, size_v: int = SIZE_V) -> LayerCalibration:
     generator = torch.Generator().manual_seed(seed)
     k_mean, noise = (3 * torch.randn(heads, size, generator=generator) for _ in range(2))
-    return LayerCalibration(k_mean, torch.exp(0.3 * noise), 2 * torch.randn(heads, size_v, generator=generator))
+    turn = torch.linalg.qr(torch.randn(heads, size, size, generator=generator))[0]
+    return LayerCalibration(
+        k_mean, torch.exp(0.3 * noise)[..., None] * turn, 2 * torch.randn(heads, size_v, generator=generator)
+    )
 
 
 def attention_oracle(query, keys, values, sinks=None, slopes=None):
@@ -108,12 +113,12 @@ def test_what_is_kept_unquantized_shares_the_constant():
 
 
 def test_a_calibration_for_the_keys_makes_them_easier_to_store():
-    """Catches a mean that is added instead of taken away, and a scale used the wrong way round."""
+    """Catches a mean that is added instead of taken away, and a map used the wrong way round."""
     errors = []
     generator = torch.Generator().manual_seed(3)
     spread = torch.exp(torch.randn(HEADS, SIZE, generator=generator))
     mean, v_mean = 20 * torch.randn(HEADS, SIZE, generator=generator), 20 * torch.ones(HEADS, SIZE_V)
-    for layer in (None, LayerCalibration(mean, spread**-0.5, v_mean)):
+    for layer in (None, LayerCalibration(mean, torch.diag_embed(spread**-0.5), v_mean)):
         cache, step, query, key, value = filled_cache(None)
         cache.calibrations[0] = layer
         key, value, query = key * spread + mean, value + v_mean, query
@@ -170,7 +175,7 @@ def test_a_file_gives_back_what_was_saved(tmp_path: Path):
     assert (found.model, found.positions, found.source) == (saved.model, 4096, "a text")
     assert len(found.layers) == 3
     for a, b in zip(found.layers, saved.layers, strict=True):
-        assert all(torch.equal(getattr(a, name), getattr(b, name)) for name in ("k_mean", "k_scale", "v_mean"))
+        assert all(torch.equal(getattr(a, name), getattr(b, name)) for name in ("k_mean", "k_map", "v_mean"))
 
 
 def spoil(name: str, value):
@@ -194,17 +199,25 @@ def with_number(name: str, number: float):
 HOSTILE = {
     "nan": (with_number("k_mean.1", torch.nan), "finite numbers in k_mean.1"),
     "infinity": (with_number("v_mean.2", torch.inf), "finite numbers in v_mean.2"),
-    "zero scale": (with_number("k_scale.0", 0.0), "k_scale.0 from 1/65536 to 65536, got 0 to"),
-    "negative scale": (with_number("k_scale.0", -1.0), "k_scale.0 from"),
-    "huge scale": (with_number("k_scale.0", 1e30), "k_scale.0 from"),
-    "missing": (spoil("k_mean.1", None), "k_mean, k_scale, v_mean of every layer"),
-    "shape": (spoil("k_scale.1", torch.ones(HEADS, SIZE + 1)), "k_scale of shape"),
+    "singular map": (with_number("k_map.0", 0.0), "k_map.0 and its inverse below 65536, got up to"),
+    "zero map": (spoil("k_map.2", torch.zeros(HEADS, SIZE, SIZE)), "k_map.2 and its inverse below 65536, got up to 0 and"),
+    "huge map": (with_number("k_map.0", 1e30), "k_map.0 and its inverse below"),
+    "tiny map": (spoil("k_map.0", 1e-6 * torch.eye(SIZE).repeat(HEADS, 1, 1)), "k_map.0 and its inverse below"),
+    "nan map": (with_number("k_map.1", torch.nan), "finite numbers in k_map.1"),
+    "missing": (spoil("k_mean.1", None), "k_mean, k_map, v_mean of every layer"),
+    "shape": (spoil("k_map.1", torch.eye(SIZE + 1).repeat(HEADS, 1, 1)), "k_map of shape"),
+    "not square": (spoil("k_map.1", torch.ones(HEADS, SIZE, SIZE + 1)), "k_map of shape"),
+    "scales": (spoil("k_map.1", torch.ones(HEADS, SIZE)), r"k_map.1 of \[num_kv_heads, head_size, head_size\] float32"),
     "heads": (spoil("v_mean.1", torch.ones(HEADS + 1, SIZE_V)), "v_mean of shape"),
     "dimensions": (spoil("k_mean.1", torch.ones(HEADS * SIZE)), r"k_mean.1 of \[num_kv_heads, head_size\] float32"),
     "empty": (spoil("k_mean.1", torch.ones(0, SIZE)), r"k_mean.1 of \[num_kv_heads, head_size\] float32"),
     "dtype": (spoil("k_mean.1", torch.ones(HEADS, SIZE, dtype=torch.int64)), "k_mean.1 of .* float32"),
     "no metadata": (lambda tensors, metadata: metadata.clear(), "a file that `nibblekv calibrate` wrote"),
-    "version": (lambda tensors, metadata: metadata.update(version="2"), "version 1, got 2"),
+    "older": (
+        lambda tensors, metadata: metadata.update(version="1"),
+        r"version 2 \(run `nibblekv calibrate` again\), got 1",
+    ),
+    "newer": (lambda tensors, metadata: metadata.update(version="3"), "version 2 .*, got 3"),
     "positions": (lambda tensors, metadata: metadata.update(positions="-1"), "model, positions and source"),
     "no model": (lambda tensors, metadata: metadata.pop("model"), "model, positions and source"),
     "other model": (lambda tensors, metadata: metadata.update(model="f" * 16), "the calibration of this model"),
@@ -220,7 +233,7 @@ def test_a_broken_file_is_refused_in_one_sentence(tmp_path: Path, case: str):
     edit, message = HOSTILE[case]
     metadata = {
         "format": "nibblekv-calibration",
-        "version": "1",
+        "version": "2",
         "model": "0123456789abcdef",
         "positions": "9",
         "source": "t",
@@ -315,11 +328,48 @@ def test_statistics_are_those_of_the_models_keys_and_values(tiny, windows):
         key, value = kept.keys[0, :, UNCOUNTED_TOKENS:], kept.values[0, :, UNCOUNTED_TOKENS:]
         torch.testing.assert_close(layer.k_mean, key.mean(1), rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(layer.v_mean, value.mean(1), rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(layer.k_scale.mean(-1), torch.ones(2))
     spread = calibrate(model, windows, source="")
     assert spread.positions == 4096
     fast, slow = spread.layers[1].k_mean[:, 4], spread.layers[1].k_mean[:, 15]  # a turn in 60 tokens, and in 35,000
     assert fast.abs().max() < slow.abs().max()
+
+
+def test_the_map_makes_keys_and_queries_alike():
+    """Catches a map that is transposed, or undone the wrong way: the moments that both have then differ or have corners."""
+    generator = torch.Generator().manual_seed(4)
+    keys, queries = (torch.randn(2, 24, 24, generator=generator, dtype=torch.float64) for _ in range(2))
+    keys, queries = keys @ keys.mT, 7 * queries @ queries.mT
+    k_map = _key_map(keys, queries)
+    inverse = torch.linalg.inv(k_map)
+    of_keys, of_queries = k_map @ keys @ k_map.mT, inverse.mT @ queries @ inverse
+    diagonal = of_keys.diagonal(dim1=1, dim2=2)
+    for moments in (of_keys, of_queries):
+        moments = moments / moments.diagonal(dim1=1, dim2=2).mean(-1)[:, None, None]
+        # But for the floor that is added to both.
+        expected = torch.diag_embed(diagonal / diagonal.mean(-1, keepdim=True))
+        assert (moments - expected).abs().max() < 0.05 * expected.max()
+    assert bool((diagonal[:, :8] > diagonal[:, -8:]).all())
+    torch.testing.assert_close(diagonal.mean(-1), keys.diagonal(dim1=1, dim2=2).mean(-1), rtol=0.03, atol=0)
+
+
+def test_errors_cost_what_they_change_in_the_output():
+    """Catches costs of keys that a window keeps or no query sees, and costs other than those that a small error has."""
+    generator = torch.Generator().manual_seed(5)
+    tokens = 60
+    query, key, value = (torch.randn(n, tokens, 8, generator=generator, dtype=torch.float64) for n in (3, 1, 1))
+    for window in (0, 40):
+        cost = _error_cost(query, key, value, {"sliding_window": window, "softmax_scale": 0.5})
+        distance = torch.arange(tokens)[:, None] - torch.arange(tokens)
+        visible = (distance >= 0) & (distance < (window or tokens))
+        score = (query @ key.mT * 0.5).masked_fill(~visible, -torch.inf)
+        step = 1e-5 * torch.eye(tokens, dtype=torch.float64)
+        moved = (
+            torch.stack([(score + error).softmax(-1) @ value for error in step], 2) - (score.softmax(-1) @ value)[:, :, None]
+        )
+        expected = (moved / 1e-5).square().sum(-1) * (visible & (distance >= 32))
+        expected[..., :UNCOUNTED_TOKENS] = 0
+        torch.testing.assert_close(cost, expected, rtol=1e-3, atol=1e-8)
+        assert float(cost.amax()) > 1e-3
 
 
 def test_impossible_positions_are_refused(tiny, windows):
@@ -340,9 +390,9 @@ def test_channels_that_are_always_zero_give_finite_scales(tiny, windows):
             for matrix in (layer.self_attn.q_proj, layer.self_attn.k_proj):
                 matrix.weight.view(-1, 2, 16, 128)[:, :, 5] = 0
     for layer in calibrate(model, windows[:2], source="").layers:
-        assert bool(torch.isfinite(layer.k_scale).all())
-        assert float(layer.k_scale.min()) > 1e-3
-        assert float(layer.k_scale.max()) < 1e3
+        for matrix in (layer.k_map, torch.linalg.inv(layer.k_map)):
+            assert bool(torch.isfinite(matrix).all())
+            assert float(matrix.abs().max()) < 1e3
 
 
 def logits(model, ids, cuts=(), **options):
@@ -379,7 +429,7 @@ def test_attach_finds_a_saved_calibration_unless_told_otherwise(tiny, windows, f
         assert find_calibration(model) == path
         for given in ("auto", path, str(path), found):
             cache = attach(model, calibration=given)
-            assert torch.equal(cache.calibration.layers[1].k_scale, found.layers[1].k_scale)
+            assert torch.equal(cache.calibration.layers[1].k_map, found.layers[1].k_map)
         assert attach(model, calibration=None).calibration is None
         path.unlink()
     with pytest.raises(ValueError, match=r"calibration: expected 2 layers, as the model caches, got 3"):

@@ -1,12 +1,17 @@
-"""Constant vectors that make keys and values easier to quantize, without changing what attention computes.
+"""Constants that make keys and values easier to quantize, without changing what attention computes.
 
-Per layer, KV head and channel: k_mean, k_scale, v_mean. The pages hold
+Per layer and KV head: vectors k_mean and v_mean, and a matrix k_map. The pages hold
 
-    k' = k_scale * (k - k_mean),    v' = v - v_mean,    and are read with    q' = q / k_scale.
+    k' = k_map (k - k_mean),    v' = v - v_mean,    and are read with    q' = k_map^-T q.
 
 Then q'.k' = q.k - q.k_mean differs from q.k by one number for all keys of a query, which softmax does not see, and the
 output lacks v_mean, which is added once. So pages, windows and kernels stay as they are: only what goes in and what comes
-out is mapped. A scale s = (E[q^2] / E[(k - k_mean)^2])^(1/4) spends the precision on the channels that scores depend on.
+out is mapped.
+
+Quantization adds white noise in proportion to the size of k'. With S and Q the second moments of k - k_mean and of q, its
+share of the scores is least where those of k' and of q' are equal, which S^-1 # Q = k_map^T k_map gives (# is the geometric
+mean of matrices), whatever rotation follows. Of these the one that makes both diagonal is taken: the quantizer's Hadamard
+rotation turns a vector with few large coordinates into a flat one, whose range is smallest for its size.
 
 Rotary embeddings turn most of a key's mean away over the positions; statistics are therefore taken at positions spread over
 all that the model has, each window of text at its own place: what is left of the mean is what does not turn.
@@ -33,10 +38,10 @@ __all__ = ["Calibration", "LayerCalibration", "calibrate", "find_calibration", "
 
 FILE_NAME = "nibblekv-calibration.safetensors"
 FILE_FORMAT = "nibblekv-calibration"
-FILE_VERSION = 1
-_FIELDS = ("k_mean", "k_scale", "v_mean")
-# A scale beyond this, or below its inverse, is no calibration: fp16 could not hold what it makes of a query.
-MAX_SCALE = 65536.0
+FILE_VERSION = 2
+_FIELDS = ("k_mean", "k_map", "v_mean")
+# A map with entries beyond this, or whose inverse has such, is no calibration: fp16 could not hold what it makes of a query.
+MAX_MAP = 65536.0
 FP8_MAX = 448.0
 
 # progress(stage, done, total), in forwards of the model.
@@ -47,49 +52,51 @@ Progress = Callable[[str, int, int], None]
 _EARLY_POSITIONS = 2
 # The first tokens of a window take the place of attention sinks: few, extreme, and read unquantized where it matters.
 UNCOUNTED_TOKENS = 8
-# Channels beyond this of the head's median are cut: Gemma has some in which queries and keys are exactly 0.
-_SCALE_SPREAD = 100.0
-_ENERGY_FLOOR = 1e-6
+# Keys nearer than this are read unquantized (the default window), so that errors in their scores cost nothing.
+_NEAR_TOKENS = 32
+# Of the mean over all directions, added to each: Gemma has channels in which queries and keys are exactly 0.
+_ENERGY_FLOOR = 1e-2
 _SEED = 1
 _NAMING_ROWS = 64  # embeddings that name a model whose norms have no weights
 
 
 @dataclass(frozen=True)
 class LayerCalibration:
-    """The vectors of one layer.
+    """The constants of one layer.
 
     Attributes:
-        k_mean, k_scale: [num_kv_heads, head_size] float32, all k_scale above 0.
+        k_mean: [num_kv_heads, head_size] float32.
+        k_map: [num_kv_heads, head_size, head_size] float32, invertible.
         v_mean: [num_kv_heads, head_size_v] float32.
     """
 
     k_mean: torch.Tensor
-    k_scale: torch.Tensor
+    k_map: torch.Tensor
     v_mean: torch.Tensor
 
     def to(self, device: torch.device | str) -> LayerCalibration:
-        """Return the vectors on a device."""
+        """Return the constants on a device."""
         return LayerCalibration(*(getattr(self, name).to(device) for name in _FIELDS))
 
     def check(self, num_kv_heads: int, head_size: int, head_size_v: int) -> None:
-        """Raise ValueError unless the vectors are for a layer of these sizes."""
-        for name, size in (("k_mean", head_size), ("k_scale", head_size), ("v_mean", head_size_v)):
+        """Raise ValueError unless the constants are for a layer of these sizes."""
+        for name, sizes in (("k_mean", (head_size,)), ("k_map", (head_size, head_size)), ("v_mean", (head_size_v,))):
             shape = tuple(getattr(self, name).shape)
-            if shape != (num_kv_heads, size):
-                raise ValueError(f"calibration: expected {name} of shape {(num_kv_heads, size)}, got {shape}")
+            if shape != (num_kv_heads, *sizes):
+                raise ValueError(f"calibration: expected {name} of shape {(num_kv_heads, *sizes)}, got {shape}")
 
     def stored(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what the cache holds of keys [..., num_kv_heads, head_size] and values, in their dtype."""
-        stored_key = ((key - self.k_mean) * self.k_scale).to(key.dtype)
-        return stored_key, (value - self.v_mean).to(value.dtype)
+        """Return what the cache holds of keys [num_tokens, num_kv_heads, head_size] and values, in their dtype."""
+        stored_key = _mapped(self.k_map, key - self.k_mean)
+        return stored_key.to(key.dtype), (value - self.v_mean).to(value.dtype)
 
     def restored(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Invert `stored`."""
-        return (key / self.k_scale + self.k_mean).to(key.dtype), (value + self.v_mean).to(value.dtype)
+        return (_mapped(self._k_unmap, key) + self.k_mean).to(key.dtype), (value + self.v_mean).to(value.dtype)
 
     def asked(self, query: torch.Tensor) -> torch.Tensor:
         """Return the queries that read stored keys: [num_tokens, num_query_heads, head_size], in their dtype."""
-        return (self._grouped(query) / self.k_scale[:, None]).to(query.dtype).view(query.shape)
+        return _mapped(self._k_unmap.mT, query).to(query.dtype)
 
     def attend(
         self,
@@ -150,6 +157,11 @@ class LayerCalibration:
         return (result, lse) if return_lse else result
 
     @functools.cached_property
+    def _k_unmap(self) -> torch.Tensor:
+        inverse, singular = torch.linalg.inv_ex(self.k_map.double())
+        return inverse.masked_fill((singular != 0)[:, None, None], torch.nan).float()
+
+    @functools.cached_property
     def _has_k_mean(self) -> bool:
         return bool(self.k_mean.any())
 
@@ -160,7 +172,7 @@ class LayerCalibration:
 
 @dataclass(frozen=True)
 class Calibration:
-    """The vectors of a model's layers, and where they come from.
+    """The constants of a model's layers, and where they come from.
 
     Attributes:
         layers: of the layers that keep a cache, in order.
@@ -228,7 +240,7 @@ class Calibration:
         if metadata.get("format") != FILE_FORMAT:
             raise refuse(f"a file that `nibblekv calibrate` wrote (format {FILE_FORMAT})", metadata.get("format"))
         if metadata.get("version") != str(FILE_VERSION):
-            raise refuse(f"version {FILE_VERSION}", metadata.get("version"))
+            raise refuse(f"version {FILE_VERSION} (run `nibblekv calibrate` again)", metadata.get("version"))
         if not metadata.get("positions", "").isdecimal() or "model" not in metadata or "source" not in metadata:
             raise refuse("model, positions and source in the file's metadata", sorted(metadata))
         if model is not None and metadata["model"] != model:
@@ -240,17 +252,21 @@ class Calibration:
                 f"{', '.join(_FIELDS)} of every layer", f"{len(tensors)} tensors, among them {min(tensors, default=None)}"
             )
         for name, tensor in tensors.items():
-            if tensor.dtype != torch.float32 or tensor.dim() != 2 or not tensor.numel():
-                raise refuse(f"{name} of [num_kv_heads, head_size] float32", f"{list(tensor.shape)} {tensor.dtype}")
+            dims = ("num_kv_heads", "head_size", "head_size")[: 3 if name.startswith("k_map") else 2]
+            if tensor.dtype != torch.float32 or tensor.dim() != len(dims) or not tensor.numel():
+                raise refuse(f"{name} of [{', '.join(dims)}] float32", f"{list(tensor.shape)} {tensor.dtype}")
             if not bool(torch.isfinite(tensor).all()):
                 raise refuse(f"finite numbers in {name}", "NaN or infinity")
         layers = []
         for i in range(num_layers):
             layer = LayerCalibration(*(tensors[f"{name}.{i}"] for name in _FIELDS))
             layer.check(layer.k_mean.shape[0], layer.k_mean.shape[1], layer.v_mean.shape[1])
-            low, high = float(layer.k_scale.min()), float(layer.k_scale.max())
-            if low < 1 / MAX_SCALE or high > MAX_SCALE:
-                raise refuse(f"k_scale.{i} from 1/{MAX_SCALE:.0f} to {MAX_SCALE:.0f}", f"{low:.2g} to {high:.2g}")
+            # NaN, from a singular map, is not below the limit.
+            largest = [float(x.abs().max()) for x in (layer.k_map, layer._k_unmap)]
+            if not all(x < MAX_MAP for x in largest):
+                raise refuse(
+                    f"k_map.{i} and its inverse below {MAX_MAP:.0f}", f"up to {largest[0]:.2g} and {largest[1]:.2g}"
+                )
             layers.append(layer)
         return cls(tuple(layers), metadata["model"], int(metadata["positions"]), metadata["source"])
 
@@ -312,6 +328,7 @@ def calibrate(
     Args:
         windows: [N, window] int64 tokens, each run by itself, unquantized, at positions of its own: the windows are spread
             over all positions, early ones more densely, and irregularly, so that no rotary frequency is in step with them.
+            Of every second one, the first half is run twice: queries that look far back are rare in text.
         source: name of the text.
         positions: the positions to cover, default all that the model has.
 
@@ -336,9 +353,7 @@ def calibrate(
     statistics: dict[int, _Statistics] = {}
 
     def observe(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: dict[str, Any]) -> None:
-        taken = statistics.setdefault(layer, _Statistics())
-        taken.add(query[UNCOUNTED_TOKENS:], key[UNCOUNTED_TOKENS:], value[UNCOUNTED_TOKENS:])
-        taken.softcap = taken.softcap or bool(options.get("softcap"))
+        statistics.setdefault(layer, _Statistics()).add(query, key, value, options)
 
     try:
         for i, (row, start) in enumerate(zip(windows, starts.tolist(), strict=True)):
@@ -346,44 +361,118 @@ def calibrate(
             cache = attach(model, "int8_per_token_head", window=0, sinks=0, calibration=None)
             cache.observe = observe
             position_ids = torch.arange(start, start + window, device=model.device)[None]
+            if i % 2:
+                row = torch.cat((row[: window // 2], row[1 : window - window // 2 + 1]))
             with torch.inference_mode():
                 model.base_model(row[None].to(model.device), position_ids=position_ids, **cache_argument(model, cache))
             if progress is not None:
                 progress("calibrate", i + 1, num_windows)
     finally:
         detach(model)
-    layers = tuple(statistics[i].vectors() for i in sorted(statistics))
+    layers = tuple(statistics[i].constants() for i in sorted(statistics))
     return Calibration(layers, fingerprint(model), positions, source)
 
 
 class _Statistics:
-    """Sums over tokens of one layer, float64."""
+    """Sums over tokens of one layer, float64 on the CPU."""
 
     def __init__(self) -> None:
         self.count = 0
         self.softcap = False
-        self.sums: tuple[torch.Tensor, ...] = ()
+        self.sums: dict[str, torch.Tensor] = {}
 
-    def add(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Take tokens: query [T, num_query_heads, head_size]; key [T, num_kv_heads, head_size]; value."""
-        query, key, value = query.double(), key.double(), value.double()
-        of_heads = query.square().unflatten(1, (key.shape[1], -1)).mean(2)
-        sums = tuple(x.sum(0).cpu() for x in (key, key.square(), of_heads, value))
-        self.sums = tuple(a + b for a, b in zip(self.sums, sums, strict=True)) if self.sums else sums
-        self.count += query.shape[0]
+    def add(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: dict[str, Any]) -> None:
+        """Take a sequence: query [T, num_query_heads, head_size]; key [T, num_kv_heads, head_size]; value."""
+        heads = key.shape[1]
+        queries = query.float().unflatten(1, (heads, -1)).permute(1, 2, 0, 3)
+        keys, values = (x.float().transpose(0, 1)[:, None] for x in (key, value))
+        cost = torch.stack([_error_cost(*x, options) for x in zip(queries, keys, values, strict=True)])
+        counted = torch.ones_like(queries[..., UNCOUNTED_TOKENS:, 0])
+        sums = {
+            "keys": keys[..., UNCOUNTED_TOKENS:, :].sum((1, 2)),
+            "values": values[..., UNCOUNTED_TOKENS:, :].sum((1, 2)),
+            "key_moments": _moments(keys[..., UNCOUNTED_TOKENS:, :], counted[:, :1]),
+            "query_moments": _moments(queries[..., UNCOUNTED_TOKENS:, :], counted / queries.shape[1]),
+            "cost": cost.sum((1, 2, 3)),
+            "costly_keys": (cost.sum((1, 2))[..., None] * keys[:, 0]).sum(1),
+            "costly_key_moments": _moments(keys, cost.sum((1, 2))[:, None]),
+            "costly_query_moments": _moments(queries, cost.sum(-1)),
+        }
+        self.sums = {name: self.sums.get(name, 0.0) + x.double().cpu() for name, x in sums.items()}
+        self.count += key.shape[0] - UNCOUNTED_TOKENS
+        self.softcap = self.softcap or bool(options.get("softcap"))
 
-    def vectors(self) -> LayerCalibration:
-        """Return the vectors that the statistics give."""
-        k_mean, k_energy, q_energy, v_mean = (x / self.count for x in self.sums)
+    def constants(self) -> LayerCalibration:
+        """Return the constants that the statistics give."""
+        s = self.sums
+        k_mean, v_mean = s["keys"] / self.count, s["values"] / self.count
         if self.softcap:
             k_mean = torch.zeros_like(k_mean)
-        k_energy = k_energy - k_mean.square()
-        k_energy, q_energy = (x.clamp(min=_ENERGY_FLOOR * x.mean(-1, keepdim=True)) for x in (k_energy, q_energy))
-        k_scale = (q_energy / k_energy) ** 0.25
-        middle = k_scale.median(-1, keepdim=True).values
-        k_scale = k_scale.clamp(min=middle / _SCALE_SPREAD, max=middle * _SCALE_SPREAD)
-        k_scale = k_scale / k_scale.mean(-1, keepdim=True)
-        return LayerCalibration(*(x.float() for x in (k_mean, k_scale, v_mean)))
+        k_moments = _centred(s["key_moments"], s["keys"], self.count, k_mean)
+        costly_k_moments = _centred(s["costly_key_moments"], s["costly_keys"], s["cost"][:, None], k_mean)
+        k_moments = k_moments / _mean_energy(k_moments) + costly_k_moments / _mean_energy(costly_k_moments)
+        q_moments = s["query_moments"] / _mean_energy(s["query_moments"])
+        q_moments = q_moments + s["costly_query_moments"] / _mean_energy(s["costly_query_moments"])
+        return LayerCalibration(k_mean.float(), _key_map(k_moments, q_moments).float(), v_mean.float())
+
+
+def _error_cost(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
+    """Return [group, T, T]: what an error in the score of a query and a key costs in the square of the output.
+
+    That is (p |v - out|)^2 for a key of probability p and value v, and 0 for keys so near, or so early, that a window and
+    sinks keep them. query: [group, T, size]; key, value: [1, T, size], of one head.
+    """
+    tokens = torch.arange(key.shape[1], device=key.device)
+    distance = tokens[:, None] - tokens
+    hidden = distance < 0
+    if options["sliding_window"]:
+        hidden = hidden | (distance >= options["sliding_window"])
+    score = (query @ key.mT * options["softmax_scale"]).masked_fill(hidden, -torch.inf)
+    p = score.softmax(-1)
+    out = p @ value
+    apart = value.square().sum(-1)[:, None] - 2 * out @ value.mT + out.square().sum(-1, keepdim=True)
+    packed = (distance >= _NEAR_TOKENS) & (tokens >= UNCOUNTED_TOKENS)
+    return p.square() * apart.clamp(min=0) * packed
+
+
+def _moments(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return [heads, size, size], the weighted sums of x x^T over the rows of x [heads, group, T, size]."""
+    x, weight = x.flatten(1, 2), weight.flatten(1)[..., None]
+    return (x * weight).mT.double() @ x.double()
+
+
+def _centred(moments: torch.Tensor, total: torch.Tensor, weight: float | torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+    """Return the weighted sums of (x - mean) (x - mean)^T from those of x x^T, x and 1."""
+    crossed = total[..., None] * mean[:, None]
+    return moments - crossed - crossed.mT + (weight * mean)[..., None] * mean[:, None]
+
+
+def _key_map(k_moments: torch.Tensor, q_moments: torch.Tensor) -> torch.Tensor:
+    """Return the map that makes the second moments of keys and queries, [heads, size, size], equal and diagonal.
+
+    The largest come first, and keys keep their mean square.
+    """
+    size = k_moments.shape[-1]
+    floor = _ENERGY_FLOOR * torch.eye(size, dtype=k_moments.dtype)
+    k_moments, q_moments = (x / _mean_energy(x) + floor for x in (k_moments, q_moments))
+    energy, axes = torch.linalg.eigh(k_moments)
+    root, inverse_root = (axes * energy[:, None] ** power @ axes.mT for power in (0.5, -0.5))
+    squares, directions = torch.linalg.eigh(root @ q_moments @ root)
+    k_map = squares.flip(-1)[..., None] ** 0.25 * directions.flip(-1).mT @ inverse_root
+    return k_map / _mean_energy(k_map @ k_moments @ k_map.mT).sqrt()
+
+
+def _mean_energy(moments: torch.Tensor) -> torch.Tensor:
+    """Return the mean of the diagonal, [heads, 1, 1]; 1 where all is 0."""
+    mean = moments.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]
+    return torch.where(mean > 0, mean, 1.0)
+
+
+def _mapped(maps: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Apply [num_kv_heads, size, size] to rows [num_tokens, heads of each in turn, size]; return float32."""
+    tokens, heads, _ = x.shape
+    rows = x.float().unflatten(1, (len(maps), -1)).transpose(0, 1).flatten(1, 2)
+    return torch.bmm(rows, maps.mT).unflatten(1, (tokens, heads // len(maps))).transpose(0, 1).reshape(x.shape)
 
 
 def _folder(model: PreTrainedModel) -> Path | None:

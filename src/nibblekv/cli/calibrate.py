@@ -1,4 +1,4 @@
-"""`nibblekv calibrate`: the constant vectors that make a model's keys and values easier to quantize."""
+"""`nibblekv calibrate`: the constants that make a model's keys and values easier to quantize."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def calibrate(
 ) -> None:
     """Calibrate a model's cache once; attach finds the file from then on.
 
-    Takes the means and scales of keys and values on a built-in text and writes them to a small safetensors file beside the
-    model, or into the cache directory where there is no folder to write to.
+    Takes the means of keys and values and a map of each head's keys from a built-in text, and writes them to a safetensors
+    file beside the model, or into the cache directory where there is no folder to write to.
     """
     sources = text or list(TEXTS)
     torch_dtype = parse_dtype(dtype)

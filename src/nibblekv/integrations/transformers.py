@@ -492,7 +492,8 @@ def _attend(
     if sinks is not None:
         options["sinks"] = layer.float_sinks(sinks)
     if cache.observe is not None:
-        cache.observe(layer.layer_idx, query_rows, key_rows, value_rows, options)
+        softmax_scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        cache.observe(layer.layer_idx, query_rows, key_rows, value_rows, {**options, "softmax_scale": softmax_scale})
     if query_len > 1:
         options["key"], options["value"] = key_rows, value_rows
     out = pages.attend(plan.step, query_rows, layer_index, strict=cache.strict, softmax_scale=scaling, **options)
