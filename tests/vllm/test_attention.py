@@ -456,9 +456,9 @@ def with_window(impl: Any, step: Step, longest_decode: int) -> dict[str, Any]:
         places = table[b][position // size].long() * size + position % size
         slots.append(places[length - new :])
         kept = torch.arange(max(0, length - new - WINDOW + 1), length - new)
-        pages = companion.kv_cache.view(torch.float32)
         for i, rows in enumerate(step.history[b]):
-            pages[places[kept] // size, :, places[kept] % size, i * HEAD_SIZE : (i + 1) * HEAD_SIZE] = rows[kept]
+            content = slice(i * HEAD_SIZE, (i + 1) * HEAD_SIZE)
+            companion.pages[places[kept] // size, places[kept] % size, :, content] = rows[kept]
         gone = (length - new - WINDOW + 1) // size  # blocks of tokens that left the window
         table[b, : max(gone, 0)] = 0
     scheduler = SimpleNamespace(max_num_batched_tokens=sum(QUERY_LENS) + 3, max_num_seqs=5)

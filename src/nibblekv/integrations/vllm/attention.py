@@ -455,7 +455,7 @@ class QuantizedAttention:
             return
         end = num_decodes + len(split.starts) - 1
         if reads_own and key is not None and value is not None:
-            raw = {} if recent is None else recent.before_prefills(num_decodes, end, split.query_start_loc)
+            raw = {} if recent is None else recent.before_prefills(num_decodes, split.query_start_loc)
             tokens = slice(boundary, split.num_tokens)
             attend(
                 slice(num_decodes, end), tokens, split.query_start_loc, max_query_len,
