@@ -1,11 +1,11 @@
 """Differential fuzzing: random calls on a backend against a slow dictionary of rows.
 
-    python tests/fuzz.py --seconds 600 [--seed N] [--backend NAME]
+    python tests/fuzz.py --seconds 600 [--seed N] [--backend NAME] [--jobs N] [--json FILE]
 
 A run is a list of (call, seed) pairs on one cache. Sequences grow, are attended, read, cropped, forked and freed; the cache
 lies padded in an allocation of canaries, and every byte that is not a written row is poison. After each call the whole
 allocation must equal a shadow that only the call's own rows may have changed. A failing list is shrunk by leaving out
-calls, and printed with its seed.
+calls, and printed with its seed. Several processes may run at once; their calls are summed up.
 
 Half of the runs drive the operations, half a `PagedKVCache`, with and without a window and sinks. The CPU kernels run with
 one instruction set or another and on one or two threads. With TRITON_INTERPRET=1 the Triton kernels are a backend of this
@@ -18,12 +18,16 @@ import argparse
 import contextlib
 import dataclasses
 import functools
+import json
 import math
 import os
+import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from dataclasses import dataclass
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -47,12 +51,14 @@ from nibblekv.backends import get_backend
 from nibblekv.backends.cpu import _library
 from nibblekv.cache import RAW_MARGIN, CacheFullError, PagedKVCache
 from nibblekv.formats import decode_rows, encode_rows, unpack_scale_word
+from nibblekv.machine import write_report
 from nibblekv.rotation import rotate, unrotate
 
 # Relative error of a row of attention that a backend may have against float64 on the same pages.
 TOLERANCE = {"reference": 2e-5}
 DEFAULT_TOLERANCE = 1e-3
 MAX_LENGTH, MAX_SEQUENCES = 45, 6
+SEEDS_APART = 10**7  # of processes: more than one of them will try
 PER_SEQUENCE = {"rswa_prefix_lens", "mm_prefix_ranges", "raw_key", "raw_value"}
 Calls = list[tuple[str, int]]
 
@@ -229,9 +235,10 @@ class Machine:
         tolerance = TOLERANCE.get(self.backend, DEFAULT_TOLERANCE)
         scale = 1.0 if opts.output_scale is None else float(opts.output_scale)
         size = max((float(v.nan_to_num(0).abs().max()) for _, v in rows + (kept or []) if len(v)), default=0.0) / scale
-        compare("out", got[0].double(), expected, tolerance * size, dtype)
+        slack = self._score_rounding(query, rows + (kept or []), opts.softmax_scale) if own else 0.0
+        compare("out", got[0].double(), expected, (tolerance + slack) * size, dtype)
         whole = ~expected.isnan().any(-1)  # a row that a NaN value made NaN may or may not have a log-sum-exp
-        compare("lse", got[1].double()[whole], expected_lse[whole], 10 * tolerance, torch.float32)
+        compare("lse", got[1].double()[whole], expected_lse[whole], 10 * tolerance + slack, torch.float32)
         if opts.batch_invariant and not self.long:
             b = random.randrange(len(chosen))
             mine = slice(starts[b], starts[b + 1])
@@ -243,6 +250,14 @@ class Machine:
             for name, lone, among in zip(("out", "lse"), again, got, strict=True):
                 same = lone.view(torch.uint8) == among[mine].contiguous().view(torch.uint8)
                 assert same.all(), f"{name}: a row alone and in a batch differ, with batch_invariant"
+
+    def _score_rounding(self, query: torch.Tensor, rows: Rows, softmax_scale: float) -> float:
+        """Bound what scores lose where a prefill's prefix meets rotated queries on tensor cores, both rounded to float16."""
+        if self.backend != "triton":
+            return 0.0
+        longest = max((float(keys.nan_to_num(0, 0, 0).norm(dim=-1).max()) for keys, _ in rows if len(keys)), default=0.0)
+        products = float(query.float().norm(dim=-1).max()) * longest * abs(softmax_scale) if len(query) else 0.0
+        return 2**-10 * products / math.sqrt(self.layout.head_size)
 
     def _outputs(self, query: torch.Tensor, dtype: torch.dtype) -> dict[str, Any]:
         out = torch.full((*query.shape[:2], self.layout.head_size_v), math.nan).to(dtype)
@@ -263,7 +278,7 @@ class Machine:
             length = random.randint(0, sequence.length)
             got = gather_and_dequantize(self.kv_cache, self._table([sequence], random)[0], length, self.layout)
             for rows, expected in zip(got, self._stored(sequence), strict=True):
-                assert torch.equal(rows.nan_to_num(7.0), expected[:length].nan_to_num(7.0)), "rows are not those written"
+                assert same_rows(rows, expected[:length]), "rows are not those written"
 
     def _call(self, query: torch.Tensor, chosen: list, query_lens: list[int], random: Random, **arguments: Any) -> Any:
         """Call `paged_attention` on sequences."""
@@ -482,7 +497,7 @@ class PagedMachine(Machine):
         for sequence in self.sequences:
             for layer, expected in enumerate(sequence.rows):
                 for got, rows in zip(self.cache.gather(sequence.seq_id, layer), expected, strict=True):
-                    assert torch.equal(got.nan_to_num(7.0), rows.nan_to_num(7.0)), f"{call} changed another sequence's rows"
+                    assert same_rows(got, rows), f"{call} changed another sequence's rows"
         for allocation, outside in self.canaries:
             assert (allocation[outside] == CANARY).all(), f"{call} wrote beside the pages"
         unused = torch.ones(self.cache.num_blocks, self.cache.block_size, dtype=torch.bool)
@@ -706,6 +721,12 @@ def compare(name: str, got: torch.Tensor, expected: torch.Tensor, tolerance: flo
         raise AssertionError(f"{name}: error {float(error[worst]):.3g} where {float(bound[worst]):.3g} is allowed")
 
 
+def same_rows(got: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Tell whether rows decoded twice agree: a sum of the inverse rotation may round otherwise among other rows."""
+    got, expected = got.nan_to_num(7.0), expected.nan_to_num(7.0)
+    return torch.allclose(got, expected, rtol=2**-23, atol=1e-14 * float(expected.abs().max()) if expected.numel() else 0.0)
+
+
 MACHINES: tuple[type[Machine], ...] = (Machine, PagedMachine)
 
 
@@ -771,24 +792,63 @@ def fuzz(backend: str, seconds: float, seed: int) -> tuple[int, str | None]:
     return made, None
 
 
+def fuzz_backends(backends: list[str], seconds: float, seed: int) -> list[dict[str, Any]]:
+    """Fuzz each backend for an equal share of the time; return a row for each, and print it."""
+    rows = []
+    for backend in backends:
+        made, failure = fuzz(backend, seconds / len(backends), seed)
+        print(f"{backend}: seeds from {seed}, {made} calls, {'no findings' if failure is None else failure}", flush=True)
+        rows.append({"backend": backend, "calls": made, "findings": [failure] if failure else []})
+    return rows
+
+
+def fuzz_in_parallel(jobs: int, seconds: float, seed: int, arguments: list[str]) -> list[dict[str, Any]]:
+    """Run this file in processes with seeds far apart; return their rows, summed up by backend.
+
+    A process that dies is a finding.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder) / f"{job}.json" for job in range(jobs)]
+        started = []
+        for job, file in enumerate(files):
+            own = ["--seconds", str(seconds), "--seed", str(seed + job * SEEDS_APART), "--json", str(file)]
+            command = [sys.executable, *(f"-W{option}" for option in sys.warnoptions), "-X", "faulthandler", __file__]
+            started.append(subprocess.Popen([*command, *arguments, *own]))
+        total: dict[str, dict[str, Any]] = {}
+        for job, (process, file) in enumerate(zip(started, files, strict=True)):
+            code = process.wait()
+            died = f"the process of seeds from {seed + job * SEEDS_APART} ended with {code}"
+            rows = (
+                json.loads(file.read_text())["rows"] if file.exists() else [{"backend": "", "calls": 0, "findings": [died]}]
+            )
+            for row in rows:
+                sums = total.setdefault(row["backend"], {"backend": row["backend"], "calls": 0, "findings": []})
+                sums["calls"] += row["calls"]
+                sums["findings"] += row["findings"]
+    return list(total.values())
+
+
 def main() -> int:
     """Fuzz every usable backend for an equal share of the time."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--seed", type=int, default=None, help="the first seed (default: from the clock)")
     parser.add_argument("--backend", default=None, help="one backend (default: every one that serves CPU tensors)")
+    parser.add_argument("--jobs", type=int, default=1, help="processes, each for all of the time")
+    parser.add_argument("--json", type=Path, default=None, help="a summary, with the machine and the command")
     arguments = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET") == "1":
         take_numpy_2_4()
-    backends = [arguments.backend] if arguments.backend else usable_backends()
     seed = int(time.time()) if arguments.seed is None else arguments.seed
-    findings = total = 0
-    for backend in backends:
-        made, failure = fuzz(backend, arguments.seconds / len(backends), seed)
-        print(f"{backend}: seeds from {seed}, {made} calls, {'no findings' if failure is None else failure}", flush=True)
-        findings += failure is not None
-        total += made
-    print(f"calls: {total}, findings: {findings}")
+    if arguments.jobs > 1:
+        only = ["--backend", arguments.backend] if arguments.backend else []
+        rows = fuzz_in_parallel(arguments.jobs, arguments.seconds, seed, only)
+    else:
+        rows = fuzz_backends([arguments.backend] if arguments.backend else usable_backends(), arguments.seconds, seed)
+    calls, findings = sum(row["calls"] for row in rows), sum(len(row["findings"]) for row in rows)
+    command = f"make fuzz SECONDS={arguments.seconds:g} JOBS={arguments.jobs}"
+    write_report(arguments.json, command, rows, first_seed=seed, calls=calls, findings=findings)
+    print(f"calls: {calls}, findings: {findings}")
     return 1 if findings else 0
 
 

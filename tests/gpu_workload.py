@@ -26,6 +26,7 @@ LAYOUTS = {
 CALLS = {
     "decode": ([1, 1, 1], {}),
     "drafts": ([4, 4, 4], {"sliding_window": 21}),
+    "raw window": ([1, 1, 1], {"raw": (9, 3)}),
     "prompt": ([37, 5, 70], {}),
     "raw prompt": ([37, 5, 20], {"own": True}),
 }
@@ -39,15 +40,16 @@ def main() -> int:
         for call, (query_lens, options) in CALLS.items():
             batch = Batch.make(layout, SEQ_LENS, query_lens, 8, dtype=torch.bfloat16)
             own = {"key": batch.key, "value": batch.value} if options.get("own") else {}
-            options = {key: value for key, value in options.items() if key != "own"}
+            raw = batch.raw(*options["raw"], dtype=torch.bfloat16) if "raw" in options else {}
+            options = {key: value for key, value in options.items() if key not in ("own", "raw")}
             tensors = (batch.query, batch.kv_cache, batch.block_table, batch.seq_lens, batch.query_start_loc)
             arguments = {"max_query_len": max(query_lens), "max_seq_len": max(SEQ_LENS), **options}
-            expected = paged_attention(*tensors, layout, backend="reference", **own, **options).float()
+            expected = paged_attention(*tensors, layout, backend="reference", **own, **raw, **options).float()
             got = paged_attention(
                 *(tensor.cuda() for tensor in tensors),
                 layout,
                 backend="triton",
-                **{key: value.cuda() for key, value in own.items()},
+                **{key: value.cuda() if torch.is_tensor(value) else value for key, value in {**own, **raw}.items()},
                 **arguments,
             )
             error = float((got.cpu().float() - expected).norm() / expected.norm())

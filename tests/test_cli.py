@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -159,14 +160,36 @@ def test_bench_attention_cuda_selects_shapes_saves_as_it_goes_and_resumes(tmp_pa
         return rows
 
     monkeypatch.setattr(benchmarking_cuda, "bench_attention_cuda", bench)
+    monkeypatch.setattr(benchmarking_cuda, "missing_rivals", lambda: ["FlashAttention 3: not measured: no such module"])
     command = ("bench", "attention", "--device", "cuda", "--shapes", "decode (8|1) x .,[0-9]{3}$", "--json", str(path))
-    assert "cut off" in invoke(*command, code=1).output
+    output = invoke(*command, code=1).output
+    assert "cut off" in output
+    assert "FlashAttention 3: not measured: no such module\n" in output
     assert read_rows(path) == rows[:1]
     more = ("--plot", str(plot)) if importlib.util.find_spec("matplotlib") else ()
     assert "3.00" in invoke(*command, "--resume", *more).output
     assert read_rows(path) == rows
     assert calls == [(["int4"], ["decode 8 x 8,192", "decode 1 x 1,024"], done) for done in ([], rows[:1])]
     assert not more or "80.0 (75% of the roof)" in plot.read_text()
+
+
+def test_kernels_that_are_not_there_are_named_and_the_others_timed(monkeypatch):
+    """Catches columns that stay empty without a word, and one missing package that costs the other's figures."""
+    shape = benchmarking_cuda.SHAPES[0]
+    flash = types.SimpleNamespace(FA3_AVAILABLE=False)
+    monkeypatch.setattr(benchmarking_cuda, "_vllm_time", lambda shape, bits: float(bits))
+    monkeypatch.setattr(benchmarking_cuda, "_fa3_time", lambda shape: 16.0)
+    monkeypatch.setitem(sys.modules, benchmarking_cuda._VLLM, types.SimpleNamespace())
+    monkeypatch.setitem(sys.modules, benchmarking_cuda._FA3, flash)
+    assert benchmarking_cuda.missing_rivals() == ["FlashAttention 3: not measured: this build of vLLM does not have it"]
+    assert list(benchmarking_cuda._rival_times(shape).values()) == [None, 4.0, 8.0]
+    flash.FA3_AVAILABLE = True
+    assert benchmarking_cuda.missing_rivals() == []
+    assert list(benchmarking_cuda._rival_times(shape).values()) == [16.0, 4.0, 8.0]
+    monkeypatch.setitem(sys.modules, benchmarking_cuda._VLLM, None)  # what an import that failed leaves
+    (sentence,) = benchmarking_cuda.missing_rivals()
+    assert sentence.startswith("vLLM's own kernels: not measured: import of vllm.v1.attention.ops")
+    assert list(benchmarking_cuda._rival_times(shape).values()) == [16.0, None, None]
 
 
 def test_the_demo_tells_its_whole_story(tiny, tmp_path, monkeypatch):
@@ -190,6 +213,11 @@ def test_the_demo_tells_its_whole_story(tiny, tmp_path, monkeypatch):
         (("eval", "--formats", "int5"), "format: expected one of int4"),
         (("eval", "--formats", ","), "expected a comma-separated list"),
         (("eval", "--dtype", "int8"), "dtype: expected auto or one of"),
+        (("eval", "--device", "gpu"), "device: expected cpu, or a GPU of this machine such as cuda, got gpu: "),
+        (
+            ("generate", "hi", "--device", "cuda:99"),
+            "device: expected cpu, or a GPU of this machine such as cuda, got cuda:99: ",
+        ),
         (("eval", "--text", "/no/such/text"), "text: expected one of"),
         (("generate", "hi", "--model", "/no/such/model"), "no such file or folder: /no/such/model"),
         (("plan", "--memory", "lots", "--layers", "1", "--kv-heads", "1", "--head-size", "64"), "memory: expected a size"),
@@ -202,7 +230,7 @@ def test_the_demo_tells_its_whole_story(tiny, tmp_path, monkeypatch):
         ),
         (("bench", "attention", "--plot", "x.svg"), "shapes, resume, plot: expected only with --device cuda"),
     ],
-    ids=["format", "list", "dtype", "text", "model", "memory", "numbers", "both", "device", "shapes", "plot"],
+    ids=["format", "list", "dtype", "name", "gpu", "text", "model", "memory", "numbers", "both", "device", "shapes", "plot"],
 )
 def test_errors_are_one_sentence(arguments, message):
     """Catches tracebacks, and exit code 0 after an error."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import math
 import struct
@@ -241,6 +242,30 @@ def test_splits_over_threads(threads: int, own_threads: bool):
         assert_equals_reference(batch, key=batch.key, value=batch.value, sinks=torch.tensor([0.5, 4.0]))
     finally:
         _library.library().nibblekv_set_team(team)
+
+
+@pytest.mark.parametrize("query_len", [1, 2, 8])
+def test_draft_tokens_are_spread_over_threads_as_one_query_is(query_len: int):
+    """Case 15. Catches splits for single queries only: verifying drafts then runs on one thread of eight."""
+    layout = KVCacheLayout.create("int4", num_kv_heads=1, head_size=64)
+    batch = Batch.make(layout, [4000], [query_len], 2, magnitude=1.5)
+    asked: list[int] = []
+
+    @ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+    def team(worker: int, shared: int, num_threads: int, flags: int) -> None:
+        asked.append(num_threads)
+        ctypes.CFUNCTYPE(None, ctypes.c_void_p)(worker)(shared)
+
+    own, threads = _library.team(), torch.get_num_threads()
+    _library.library().nibblekv_set_team(team)
+    torch.set_num_threads(8)
+    try:
+        out = batch.attend(backend="cpu")
+    finally:
+        _library.library().nibblekv_set_team(own)
+        torch.set_num_threads(threads)
+    assert asked == [8]
+    assert_close(out, batch.attend(backend="reference"))
 
 
 @pytest.mark.parametrize("raw_chunk", [False, True], ids=["stored", "raw"])

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from types import ModuleType
 
+import fuzz as fuzz_file
 import pytest
 import torch
 from batches import usable_backends
@@ -54,6 +57,31 @@ def break_backend(module: ModuleType, damage: str, monkeypatch: pytest.MonkeyPat
             monkeypatch.setattr(
                 module, "_attend", lambda q, k, v, *rest: attend(q, k, v + 0 * v.sum(0, keepdim=True), *rest)
             )
+
+
+def test_processes_sum_up_and_one_that_dies_is_a_finding(tmp_path, monkeypatch):
+    """Catches calls that are counted once for all processes, equal seeds, and a crash that passes for no finding."""
+    rows = [{"backend": "reference", "calls": 7, "findings": []}, {"backend": "cpu", "calls": 1, "findings": ["seed 3"]}]
+    seeds = []
+
+    class Process:
+        def __init__(self, command):
+            seeds.append(int(command[command.index("--seed") + 1]))
+            assert command[command.index("--backend") + 1] == "both"
+            if len(seeds) < 3:
+                Path(command[command.index("--json") + 1]).write_text(json.dumps({"rows": rows}))
+
+        def wait(self):
+            return -11
+
+    monkeypatch.setattr(fuzz_file.subprocess, "Popen", Process)
+    found = fuzz_file.fuzz_in_parallel(3, 1.0, 5, ["--backend", "both"])
+    assert len(set(seeds)) == 3
+    assert found[:2] == [
+        {"backend": "reference", "calls": 14, "findings": []},
+        {"backend": "cpu", "calls": 2, "findings": ["seed 3", "seed 3"]},
+    ]
+    assert found[2]["findings"] == [f"the process of seeds from {seeds[2]} ended with -11"]
 
 
 def test_machines_of_equal_seed_are_equal():

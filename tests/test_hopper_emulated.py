@@ -29,12 +29,12 @@ T, STAGES = 64, 2
 
 
 def attend(
-    layout, lens, group, query_len, splits, dtype=torch.float16, window=0, causal=True, spoil=None, raw=(0, 0), num_raw=0,
+    layout, lens, group, query_len, splits, dtype=torch.float16, window=0, causal=True, spoil=None, raw=(0, 0),
     spoil_raw=None,
 ):  # fmt: skip
     """Return (out, expected): rows of the emulated kernel, merged and rotated back in float64, and exact ones.
 
-    raw: a raw window and sinks, of rows that have nothing to do with the stored ones, in num_raw splits.
+    raw: a raw window and sinks, of rows that have nothing to do with the stored ones.
     """
     torch.manual_seed(3)
     head_size, heads, block = layout.head_size, layout.num_kv_heads, layout.block_size
@@ -61,21 +61,30 @@ def attend(
     for seq, seq_len in enumerate(lens):
         for p in (p for p in range(seq_len) if p < raw_sinks or p >= seq_len - ring):
             store[:, seq, p if p < raw_sinks else raw_sinks + (p - raw_sinks) % ring] = raw_rows[:, seq, p]
-    slots = splits + num_raw
-    partial = torch.full((tokens, num_heads, slots, head_size), math.nan)
-    partial_lse = torch.full((tokens, num_heads, slots), math.nan)
+    rows = tokens * num_heads
+    flat = torch.full((rows * (splits + 1), head_size), math.nan)
+    flat_lse = torch.full((rows * (splits + 1),), math.nan)
     k_kind, v_kind, scale = layout.k_format.rotation, layout.v_format.rotation, head_size**-0.5 * launch.LOG2_E
     emulate(
-        kernels.decode_kernel, (kernels,), len(lens) * heads * slots, query, kv_cache, table, seq_lens, starts, partial,
-        partial_lse, store[0], store[1], query.stride(0), query.stride(1), kv_cache.stride(0), kv_cache.stride(1),
-        table.stride(0), *store.stride()[1:4],
-        scale * launch.rotation_gain(k_kind, head_size), scale,
-        1.0 / (launch.rotation_gain(v_kind, head_size) * (1 if v_kind == "none" else head_size)),
-        window, raw_window, raw_sinks, ring, heads, splits, num_raw, group, query_len,
+        kernels.decode_kernel, (kernels,), len(lens) * heads * splits, query, kv_cache, table, seq_lens, starts, flat,
+        flat_lse, query.stride(0), query.stride(1), kv_cache.stride(0), kv_cache.stride(1), table.stride(0),
+        scale * launch.rotation_gain(k_kind, head_size), window, raw_window, raw_sinks, heads, splits, group, query_len,
         head_size, block, T, STAGES, layout.page == "interleaved",
-        *format_constants(layout.k_format), *format_constants(layout.v_format), causal, window > 0, num_raw > 0,
-        dtype == torch.float16, launch._signs(k_kind, head_size), launch._signs(v_kind, head_size), False,
+        *format_constants(layout.k_format), *format_constants(layout.v_format), causal, window > 0, raw != (0, 0),
+        dtype == torch.float16, launch._signs(k_kind, head_size), False,
     )  # fmt: skip
+    partial, partial_lse = flat[: rows * splits].view(rows, splits, -1), flat_lse[: rows * splits].view(rows, splits)
+    if raw != (0, 0):
+        emulate(
+            kernels.attend_raw, (kernels,), len(lens) * query_len * num_heads, query, store[0], store[1], seq_lens, starts,
+            flat, flat_lse, query.stride(0), query.stride(1), *store.stride()[1:4], scale,
+            1.0 / (launch.rotation_gain(v_kind, head_size) * (1 if v_kind == "none" else head_size)),
+            window, raw_window, raw_sinks, ring, rows * splits, num_heads, group, query_len, head_size, causal, window > 0,
+            dtype == torch.float16, launch._signs(v_kind, head_size),
+        )  # fmt: skip
+        partial = torch.cat((partial, flat[rows * splits :, None]), 1)
+        partial_lse = torch.cat((partial_lse, flat_lse[rows * splits :, None]), 1)
+    partial, partial_lse = (x.unflatten(0, (tokens, num_heads)) for x in (partial, partial_lse))
     weight = torch.softmax(partial_lse.double() * math.log(2), -1)
     merged = (weight[..., None] * partial.double().masked_fill(partial_lse[..., None] == -math.inf, 0)).sum(2)
     out = unrotate(merged.float(), v_kind).double()
@@ -153,35 +162,35 @@ def test_masks(page, window, causal):
 
 
 @pytest.mark.parametrize(
-    ("shape", "name", "raw", "num_raw", "dtype"),
+    ("shape", "name", "raw", "dtype"),
     [
-        ("d128", "int4", (32, 4), 1, torch.float16),
-        ("d128", "int8_per_token_head/fp8_per_token_head", (0, 5), 1, torch.bfloat16),
-        ("four-queries", "int4", (70, 20), 3, torch.bfloat16),
-        ("d64", "int4_per_token_head", (9, 3), 2, torch.bfloat16),
-        ("d256", "int4_per_token_head/int4", (1, 66), 2, torch.float16),
+        ("d128", "int4", (32, 4), torch.float16),
+        ("d128", "int8_per_token_head/fp8_per_token_head", (0, 5), torch.bfloat16),
+        ("four-queries", "int4", (70, 20), torch.bfloat16),
+        ("d64", "int4_per_token_head", (9, 3), torch.bfloat16),
+        ("d256", "int4_per_token_head/int4", (1, 66), torch.float16),
     ],
 )
-def test_raw_window_and_sinks(shape, name, raw, num_raw, dtype):
+def test_raw_window_and_sinks(shape, name, raw, dtype):
     """Catches a key read in both forms or in neither, a raw row of another position, and one rotated otherwise."""
     head_size, block, lens, group, query_len, splits = SHAPES[shape]
     k_format, _, v_format = name.partition("/")
     layout = KVCacheLayout.create(k_format, v_format=v_format or None, num_kv_heads=2, head_size=head_size, block_size=block)
     lens = tuple(max(n, query_len) for n in lens)
-    out, expected = attend(layout, lens, group, query_len, splits, dtype, 0, True, None, raw, num_raw)
+    out, expected = attend(layout, lens, group, query_len, splits, dtype, 0, True, None, raw)
     assert float((out - expected).norm() / expected.norm()) < 6e-4
 
 
 @pytest.mark.parametrize(("window", "causal"), [(0, False), (37, True)])
 def test_raw_window_beside_masks(window, causal):
     layout = KVCacheLayout.create("int4", num_kv_heads=1, head_size=64)
-    out, expected = attend(layout, (9, 150), 2, 3, 2, torch.bfloat16, window, causal, None, (13, 2), 1)
+    out, expected = attend(layout, (9, 150), 2, 3, 2, torch.bfloat16, window, causal, None, (13, 2))
     assert float((out[3:] - expected[3:]).norm() / expected[3:].norm()) < 6e-4
 
 
 def test_a_raw_nan_row_reaches_exactly_the_queries_that_read_it():
     layout = KVCacheLayout.create("int4", num_kv_heads=1, head_size=64)
-    out, _ = attend(layout, (90,), 4, 4, 1, raw=(6, 2), num_raw=1, spoil_raw=82)  # read by the queries 86 and 87 of 86 to 89
+    out, _ = attend(layout, (90,), 4, 4, 1, raw=(6, 2), spoil_raw=82)  # read by the queries 86 and 87 of 86 to 89
     assert torch.isnan(out[:2]).all()
     assert torch.isfinite(out[2:]).all()
 

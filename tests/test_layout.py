@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from batches import CANARY, NORMAL_ERROR, place
+from batches import CANARY, NORMAL_ERROR, place, usable_backends
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nibblekv import FORMATS, KVCacheLayout, gather_and_dequantize, reshape_and_cache
+from nibblekv import FORMATS, KVCacheLayout, gather_and_dequantize, paged_attention, reshape_and_cache
 
 ARRANGEMENTS = [("planar", "HND"), ("interleaved", "HND"), ("interleaved", "NHD")]
 
@@ -87,6 +87,10 @@ def test_planar_rows_are_packed_and_interleaved_ones_padded_to_words(layout: KVC
     )
     padding = sum(-n % 4 for n in (layout.k_row_bytes, layout.v_row_bytes)) * (layout.page == "interleaved")
     assert layout.slot_bytes == other.slot_bytes + padding
+    # What is not bound to vLLM's arrangement is planar unless somebody asks for the other.
+    default = KVCacheLayout.create(layout.k_format, v_format=layout.v_format, num_kv_heads=1, head_size=layout.head_size)
+    free = not all(fmt.name.endswith("_per_token_head") for fmt in (layout.k_format, layout.v_format))
+    assert (default.page == "planar") == free
     assert other.page_bytes % 16 == 0
     views = other.views(other.allocate(2))
     for view, row in ((views.key_cache, other.k_row_bytes), (views.value_cache, other.v_row_bytes)):
@@ -165,22 +169,36 @@ def test_a_second_layer_on_the_same_cache_reads_what_the_first_wrote(format: str
     second = KVCacheLayout.create(format, **spec)
     second.views(kv_cache)
     k, v = gather_and_dequantize(kv_cache, torch.arange(3), 48, second)
+    table, lengths, starts = torch.arange(3)[None], torch.tensor([20]), torch.tensor([0, 2])
+    for backend in usable_backends():
+        paged_attention(torch.randn(2, 4, 64), kv_cache, table, lengths, starts, second, backend=backend)
     assert torch.equal(kv_cache, before)
     worst = NORMAL_ERROR[first.k_format.bits][1]
     assert (k[:20] - key).norm() / key.norm() < worst
     assert (v[:20] - value).norm() / value.norm() < worst
     assert not k[20:].any()
     assert not v[20:].any()
+    for backend in usable_backends():  # nor does the second layer's first write touch another row
+        kv_cache.copy_(before)
+        reshape_and_cache(key[:1], value[:1], kv_cache, torch.tensor([30]), second, backend=backend)
+        for rows, expected in zip(gather_and_dequantize(kv_cache, torch.arange(3), 48, second), (k, v), strict=True):
+            assert rows[30].any()
+            rows[30] = 0
+            assert torch.equal(rows, expected)
 
 
-def test_layers_of_one_allocation_do_not_collide():
+@pytest.mark.parametrize("backend", usable_backends())
+def test_layers_of_one_allocation_do_not_collide(backend: str):
     """Case 19. Catches scales addressed from the start of the allocation instead of the layer's own pages."""
     layout = KVCacheLayout.create("int4", num_kv_heads=2, head_size=64)
     allocation = torch.zeros(4, 3, *layout.shape(1)[1:], dtype=torch.uint8)  # [blocks, layers, ...], layers interleaved
     rows = [(torch.randn(50, 2, 64), torch.randn(50, 2, 64)) for _ in range(3)]
     for layer, (key, value) in enumerate(rows):
-        reshape_and_cache(key, value, allocation[:, layer], torch.arange(50), layout, backend="reference")
+        reshape_and_cache(key, value, allocation[:, layer], torch.arange(50), layout, backend=backend)
     for layer, (key, value) in enumerate(rows):
+        call = (allocation[:, layer], torch.arange(4)[None], torch.tensor([50]), torch.tensor([0, 1]), layout)
+        query = 4 * key[20, :, :][None]  # sees itself, and little else
+        assert (paged_attention(query, *call, backend=backend) - value[20]).norm() < 0.3 * value[20].norm()
         k, v = gather_and_dequantize(allocation[:, layer], torch.arange(4), 50, layout)
         assert (k - key).norm() / key.norm() < 0.15
         assert (v - value).norm() / value.norm() < 0.15

@@ -1,6 +1,7 @@
 """PagedKVCache against a dictionary of tensors: whatever is appended, forked, cropped or freed, a sequence reads its own."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from oracle import attend as oracle_attend
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nibblekv import AttentionOptions, KVCacheLayout, dequantize, quantize
 from nibblekv.cache import RAW_MARGIN, CacheFullError, PagedKVCache, raw_row_count
@@ -444,6 +446,31 @@ def test_a_crop_of_a_draft_keeps_the_window_whole(generator):
         assert_reads(cache, cache.view(ids), [kept.packed()], [raw], generator)
 
 
+@pytest.mark.parametrize("keep", [52, 37, 9, 3])
+@pytest.mark.parametrize("then", ["view", "append"])
+def test_a_crop_beyond_the_margin_reads_the_lost_tokens_as_stored(generator, keep, then):
+    """Catches rows of tokens that were dropped, read in place of older ones which they have overwritten in the ring."""
+    cache = make_windowed()
+    (seq_id,) = cache.add_sequences()
+    kept = Kept(cache)
+
+    def append(count):
+        keys, values = random_tokens(cache, count, generator)
+        step = cache.append([seq_id], keys, values, count)
+        kept.append(list(zip(keys, values, strict=True)))
+        return step
+
+    append(90)
+    cache.crop(seq_id, keep)
+    kept.crop(keep)
+    if then == "view":
+        assert_reads(cache, cache.view([seq_id], min(keep, 3)), [kept.packed()], [kept.raw()], generator)
+    before = kept.raw()
+    step = append(2)
+    raw = [join(old, [x[-2:] for x in new]) for old, new in zip(before, kept.rows, strict=True)]
+    assert_reads(cache, step, [kept.packed()], [raw], generator)
+
+
 def test_bytes_of_window_and_sinks_are_counted(generator):
     """A fixed number per sequence and layer, whatever its length; none without."""
     plain, cache = make(8), make_windowed(num_blocks=8)
@@ -536,3 +563,63 @@ def test_memory_that_runs_out_changes_nothing(generator, monkeypatch):
         )
         expected.append(alone.attend(one, query[2 * i : 2 * i + 2]))
     torch.testing.assert_close(cache.attend(step, query), torch.cat(expected), rtol=0, atol=0)
+
+
+class FullAt(TorchDispatchMode):
+    """Runs out of memory at one operation of a device."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.left = number
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.left -= 1
+        if self.left == -1:
+            raise MemoryError(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_memory_that_runs_out_in_any_operation_changes_nothing(generator):
+    """Catches a length, a page, a count or a kept row that is as after a step, or a fork, which the caller never got."""
+    spoiled, twin = make_windowed(num_blocks=24), make_windowed(num_blocks=24)
+    first, second = spoiled.add_sequences(2)
+    twin.add_sequences(2)
+    tokens = random_tokens(spoiled, 42, generator)
+    for cache in (spoiled, twin):
+        cache.append([first, second], *tokens, [37, 5])
+        cache.crop(first, 35)
+
+    def state():
+        return [(i, spoiled.length(i), spoiled.blocks(i)) for i in spoiled.seq_ids], spoiled.num_free_blocks
+
+    def failing_everywhere(call):
+        before = state()
+        for number in itertools.count():
+            try:
+                with FullAt(number):
+                    result = call(spoiled)
+            except MemoryError:
+                assert state() == before
+                continue
+            assert number > 2
+            return result
+
+    forks = failing_everywhere(lambda cache: cache.fork([first, first, second, second]))
+    assert twin.fork([first, first, second, second]) != []
+    ids = [first, *forks]
+    # A shared page that is not full, a wider block table, a step that overwrites kept rows, a sequence that gets nothing.
+    counts = [RAW_MARGIN + 15, 40, 2, 1, 0]
+    step = failing_everywhere(lambda cache: cache.extend(ids, counts))
+    other = twin.extend([*twin.seq_ids[:1], *twin.seq_ids[2:]], counts)
+    keys, values = random_tokens(spoiled, sum(counts), generator)
+    query = torch.randn(sum(counts), HEADS, 32, generator=generator)
+    for layer in range(2):
+        seen = []
+        for cache, its_step in ((spoiled, step), (twin, other)):
+            cache.write(its_step, keys[layer], values[layer], layer)
+            own = {"key": keys[layer], "value": values[layer], "strict": True}
+            q = query if layer == 0 else query[..., :8].repeat(1, 1, 5)
+            seen.append(cache.attend(its_step, q, layer, **own))
+        assert torch.equal(*seen)
+    spoiled.free(spoiled.seq_ids)
+    assert spoiled.num_free_blocks == 24

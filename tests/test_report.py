@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from pathlib import Path
@@ -250,9 +251,43 @@ def test_a_format_that_fails_in_a_task_keeps_its_other_figures(tiny, tmp_path, m
     assert "- `int4` failed in questions: no room" in text
     assert re.search(r"^\| `int4` \| 5.00 .* \| - \| - \| - \| - \|$", text, re.MULTILINE)
     assert re.search(r"^\| `int4` \| [\d.]+% \| - \| - \| 2 \|$", text, re.MULTILINE)
-    monkeypatch.setattr(report, "right_answers", lambda model, name, sheet: limited(model, "int4", sheet))
-    with pytest.raises(RuntimeError, match="no room"):
-        measure(*tiny, ["int4"], SMALL, model_name="tiny")
+
+
+def test_a_late_failure_of_the_unquantized_cache_costs_no_figures(tiny, tmp_path, monkeypatch):
+    """Catches hours of other formats' figures that go with the one cache that is the largest, or with the process."""
+    ask, go_on = report.right_answers, report._continue
+
+    def limited(model, format, sheet):
+        if format == "none" and len(sheet.tokens) > 200:
+            raise RuntimeError("no room")
+        return ask(model, format, sheet)
+
+    def stopped(model, format, *rest):
+        if format == "none":
+            raise RuntimeError("no room")
+        return go_on(model, format, *rest)
+
+    monkeypatch.setattr(report, "right_answers", limited)
+    monkeypatch.setattr(report, "_continue", stopped)
+    saved = []
+    found = measure(*tiny, ["int4"], SMALL, model_name="tiny", save=lambda record: saved.append(copy.deepcopy(record)))
+    plain, four = found["rows"]
+    assert plain["failures"] == ["needles at 320: no room", "questions: no room", "continuations: no room"]
+    assert "failures" not in four
+    assert [n["context"] for n in four["needles"]] == [160, 320]
+    assert four["questions"]["asked"] == 60
+    assert "continuations" not in four
+    tasks = ["texts", "needles", "questions", "continuations"]
+    assert [list(record["seconds"]) for record in saved] == [tasks[: i + 1] for i in range(4)]
+    assert saved[-1] == found
+    machine = {"cpu": "a processor", "cores": 2, "threads": 1, "gpus": [], "packages": {}}
+    for record in saved:  # each can be drawn
+        render({"command": "nibblekv report tiny", "machine": machine, **record}, tmp_path)
+    text = (tmp_path / PAGE).read_text()
+    assert "- `none` failed in continuations: no room" in text
+    right = [n["right"] / n["asked"] for n in four["needles"]]
+    assert re.search(rf"^\| `int4` \| {right[0]:.1%} \| {right[1]:.1%} \| [\d.]+% \| 3 \|$", text, re.MULTILINE)
+    assert re.search(r"^\| `none` \| [\d.]+% \| - \| - \| 2 \|$", text, re.MULTILINE)
 
 
 def test_quoted_figures_belong_to_a_model():

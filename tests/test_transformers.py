@@ -17,9 +17,10 @@ from transformers import DynamicCache  # noqa: E402
 from transformers.masking_utils import eager_mask  # noqa: E402
 
 from nibblekv import dequantize, quantize  # noqa: E402
-from nibblekv.cache import CacheFullError  # noqa: E402
+from nibblekv.cache import CacheFullError, PagedKVCache  # noqa: E402
 from nibblekv.integrations import transformers as integration  # noqa: E402
 from nibblekv.integrations.transformers import attach, detach  # noqa: E402
+from nibblekv.peers import cache_argument  # noqa: E402
 
 BASE = {
     "vocab_size": 96,
@@ -179,7 +180,7 @@ def assert_generates_like_oracle(model, ids, mask, **options):
 
 @pytest.fixture(autouse=True)
 def _no_rename_warnings():
-    """transformers 5.2x renames `past_key_values` to `cache` and takes both."""
+    """transformers 5.24 renames `past_key_values` to `cache` and takes both."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         yield
@@ -507,6 +508,31 @@ def test_an_interrupted_forward_is_told_and_taken_back():
     assert_near(got, want)
 
 
+@pytest.mark.parametrize("pads", [0, 3])
+def test_a_forward_that_fails_in_attention_leaves_the_cache_as_it_was(pads, monkeypatch):
+    """Catches lengths, columns or padding of a forward that never came to its end: the next one would read its tokens."""
+    model = build("llama")
+    cache = attached(model, strict=True)
+    ids, mask = prompt(2, 30, pads=pads)
+    forward(model, ids[:, :20], mask[:, :20], cache)
+    calls, attend = [], PagedKVCache.attend
+
+    def fail_second(self, *args, **kwargs):
+        calls.append(args)
+        if len(calls) == 2:
+            raise MemoryError("full")
+        return attend(self, *args, **kwargs)
+
+    monkeypatch.setattr(PagedKVCache, "attend", fail_second)
+    with pytest.raises(MemoryError):
+        forward(model, ids, mask, cache, 20)
+    assert cache.lengths == [20 - pads, 20]
+    assert cache.get_seq_length() == 20
+    got = forward(model, ids, mask, cache, 20)
+    want = forward(model, ids, mask, attached(model, strict=True))[:, 20:]
+    assert_near(got, want)
+
+
 def test_detach_gives_the_model_back():
     model = build("llama")
     before = model.config._attn_implementation
@@ -575,6 +601,21 @@ def test_bad_arguments_are_named():
     with pytest.raises(ValueError, match="head_dim: expected a multiple of 8 from 32 to 512, got 16"):
         attach(build("llama", head_dim=16))
     assert model.config._attn_implementation == before
+
+
+def test_the_cache_goes_by_the_name_that_this_release_has():
+    """Catches a release whose new name for the argument our mask or cache does not see, and a warning from our own calls."""
+    model = build("llama")
+    ids, mask = prompt(1, 14)
+    old = [forward(model, ids, mask, attached(model)), generate(model, ids, mask, attached(model)).sequences]
+    named = [cache_argument(model, attached(model)) for _ in range(2)]
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        logits = model(ids, attention_mask=mask, **named[0]).logits
+        tokens = model.generate(ids, attention_mask=mask, pad_token_id=0, max_new_tokens=12, do_sample=False, **named[1])
+    assert torch.equal(logits, old[0])
+    assert torch.equal(tokens, old[1])
+    assert [cache.lengths for given in named for cache in given.values()] == [[14], [25]]
 
 
 def refused(error, message, call, lengths=(10,)):

@@ -82,11 +82,8 @@ def split_bytes(layout, num_seqs, query_len, context, group=4, window=False):
     splits = attention.choose_config(layout, num_seqs, heads, query_len, context, False, DEVICE).num_splits
     if torch.cuda.get_device_capability() == (9, 0):
         hopper = pytest.importorskip("nibblekv.backends.triton.hopper.launch")
-        rows = SINKS + WINDOW + query_len - 1 if window else 0
-        chosen = hopper.plan(
-            num_seqs, layout.num_kv_heads, context, layout.head_size, attention.multiprocessors(DEVICE), raw_rows=rows
-        )
-        splits = max(splits + window, chosen.splits + chosen.raw_splits)
+        chosen = hopper.plan(num_seqs, layout.num_kv_heads, context, layout.head_size, attention.multiprocessors(DEVICE))
+        splits = max(splits, chosen.splits) + window
     return num_seqs * query_len * heads * splits * 4 * (layout.head_size_v + 1)
 
 

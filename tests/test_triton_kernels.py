@@ -215,7 +215,7 @@ OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
         "sliding_window": 9,
         "mm_prefix_clamp": True,
     },
-    "fp8-output": lambda: {"output_scale": torch.tensor([0.02], device=DEVICE)},
+    "fp8-output": lambda: {"output_scale": torch.tensor([0.001], device=DEVICE)},  # a part of the values saturates
     "batch-invariant": lambda: {"batch_invariant": True},
     "host-lengths": lambda: {"host_lengths": ([0, 2, 7], [23, 54])},
 }
@@ -491,6 +491,29 @@ def test_splits_fill_the_device_for_any_query_length(monkeypatch: pytest.MonkeyP
         config = attention.choose_config(layout, 1, 32, query_len, 7400, False, DEVICE)
         assert config.num_splits * 8 * -(-query_len * 4 // config.block_m) >= 132
     assert attention.choose_config(layout, 128, 32, 1, 8192, False, DEVICE).num_splits == 1
+
+
+@pytest.mark.parametrize("windowed", [False, True], ids=["packed", "windowed"])
+def test_splits_of_many_queries_stay_in_their_scratch_memory(windowed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Case 23. Catches scratch memory sized for one query a sequence, by the keys' head size, or without the raw split."""
+    monkeypatch.setattr(attention, "multiprocessors", lambda device: 9)
+    made: list[tuple[torch.Tensor, int]] = []
+
+    def scratch(count: int, device: torch.device) -> torch.Tensor:
+        made.append((torch.full((count + 4096,), 7.0, device=device), count))
+        return made[-1][0][:count]
+
+    monkeypatch.setattr(attention, "scratch", scratch)
+    batch = make_batch(create(head_size=40, v_format="int8_per_token_head", head_size_v=96), [1, 4], [19, 260], group=3)
+    raw = raw_rows(batch, 9, 2) if windowed else {}
+    options = AttentionOptions(softmax_scale=0.125, **raw)
+    out, lse = batch.attend(backend, options)
+    expected, expected_lse = batch.attend(reference, options)
+    assert relative_error(out, expected) < 1e-3
+    torch.testing.assert_close(lse, expected_lse, atol=1e-3, rtol=0)
+    ((buffer, count),) = made
+    assert count >= 5 * 6 * 96 * 3, "at least three splits"
+    assert (buffer[count:] == 7.0).all()
 
 
 def test_workspace_is_bounded() -> None:

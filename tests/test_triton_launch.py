@@ -123,6 +123,17 @@ def test_a_call_on_unknown_memory_is_not_kept(why):
     assert len(runs) == 2
 
 
+def test_kinds_of_launches_are_forgotten_before_they_fill_the_memory(monkeypatch):
+    """Catches a table that grows with every new stride or gain for as long as the process lives."""
+    monkeypatch.setattr(launching, "_MOST_COMPILED", 3)
+    kernel = Kernel()
+    for scalar in (1, 2, 3, 4, 4, 1):
+        launching.launch(kernel, (1,), (OnDevice(0x1000),), (scalar,), (), (), num_warps=1)
+        assert len(launching._compiled) <= 3
+    assert kernel.compilations == 5
+    assert [arguments[-1] for arguments in kernel.seen] == [1, 2, 3, 4, 4, 1]
+
+
 def test_profilers_see_every_launch(monkeypatch):
     kernel, buffers = Kernel(), []
     for hooks in ([], [print]):

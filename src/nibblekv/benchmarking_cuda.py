@@ -27,7 +27,9 @@ from nibblekv.layout import KVCacheLayout
 from nibblekv.options import AttentionOptions
 from nibblekv.plan import split_window
 
-__all__ = ["SHAPES", "Shape", "bench_attention_cuda", "count_kernels", "graph_time", "host_time", "plot_attention"]
+__all__ = [
+    "SHAPES", "Shape", "bench_attention_cuda", "count_kernels", "graph_time", "host_time", "missing_rivals", "plot_attention"
+]  # fmt: skip
 
 ERROR_LIMIT = 1e-3
 # Inputs rotate among so many copies that their pages fill this many bytes, over twice the L2 cache; at most MAX_COPIES.
@@ -37,12 +39,16 @@ DTYPE = torch.float16
 ROOF_BYTES = 2 << 30
 # Segments of a sequence that vLLM's kernels use.
 VLLM_SEGMENTS = 16
+# Calls of a CUDA graph, at least.
+GRAPH_CALLS = 8
 # Calls between two waits of `host_time`: fewer than fill the queue of launches.
 BURST = 25
 # Of the error rows. float32 queries take the portable kernels where 16-bit ones take those of the GPU's own.
 QUERY_SCALES = (1.0, 4.0)
 QUERY_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 RIVALS = ("fa3_us", "vllm_int4_us", "vllm_int8_us")
+_FA3 = "vllm.vllm_flash_attn.flash_attn_interface"
+_VLLM = "vllm.v1.attention.ops.triton_unified_attention"
 
 
 @dataclass(frozen=True)
@@ -82,7 +88,11 @@ SHAPES: tuple[Shape, ...] = (
 
 
 def graph_time(calls: Sequence[Callable[[], Any]], replays: int = 15) -> float:
-    """Return the median GPU microseconds of one of the calls, replayed one after another in a CUDA graph."""
+    """Return the median GPU microseconds of one of the calls, replayed one after another in a CUDA graph.
+
+    Few calls are repeated in the graph: between two graphs the device rests for up to 10 us.
+    """
+    calls = list(calls) * -(-GRAPH_CALLS // len(calls))
     torch.cuda.synchronize()  # the inputs are made on another stream
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -152,8 +162,8 @@ def bench_attention_cuda(
 
     Returns:
         Rows of op, shape, format, backend, time_us, roof_us (bytes that the call must move at this card's measured rate;
-        None for prefill, which arithmetic bounds), gbps, fa3_us, vllm_int4_us, vllm_int8_us (None where vLLM is not
-        installed), rel_err (reads: against float64 over the same pages; writes: the part of bytes that differ from the
+        None for prefill, which arithmetic bounds), gbps, fa3_us, vllm_int4_us, vllm_int8_us (None where `missing_rivals`
+        says why), rel_err (reads: against float64 over the same pages; writes: the part of bytes that differ from the
         reference's), kernels (launches of one call), host_us (of an eager call), ratio_to_fa3 (fa3_us / time_us) and
         ratio_to_roof (roof_us / time_us), both None where rel_err is above `ERROR_LIMIT`. Rows of op `error` have rel_err
         (of a float32 output), out_err (of one in the queries' dtype), dtype and query_scale, and no times.
@@ -362,20 +372,43 @@ def _error(shape: Shape, layout: KVCacheLayout, copy: dict[str, Any], out: torch
     return float((got - exact).norm() / exact.norm())
 
 
+def missing_rivals() -> list[str]:
+    """Return a sentence for each of others' kernels that this machine cannot time, with the reason."""
+    return [f"{name}: not measured: {reason}" for name, (_, reason) in _rivals_without().items()]
+
+
+def _rivals_without() -> dict[str, tuple[tuple[str, ...], str]]:
+    """Return name -> (columns, reason) of others' kernels that cannot be imported."""
+    found: dict[str, tuple[tuple[str, ...], str]] = {}
+    for name, columns, module in (("FlashAttention 3", RIVALS[:1], _FA3), ("vLLM's own kernels", RIVALS[1:], _VLLM)):
+        try:
+            imported = importlib.import_module(module)
+        except ImportError as error:
+            found[name] = columns, str(error)
+        else:
+            if module == _FA3 and not imported.FA3_AVAILABLE:
+                found[name] = columns, "this build of vLLM does not have it"
+    return found
+
+
 def _rival_times(shape: Shape) -> dict[str, float | None]:
-    """Time others' attention over pages of the same shape; None where vLLM is not installed, or for another operation."""
-    if shape.op in ("write", "error") or importlib.util.find_spec("vllm") is None:
-        return dict.fromkeys(RIVALS)
-    times = {"fa3_us": _fa3_time(shape), "vllm_int4_us": _vllm_time(shape, 4), "vllm_int8_us": _vllm_time(shape, 8)}
+    """Time others' attention over pages of the same shape; None where it is missing, or for another operation."""
+    times: dict[str, float | None] = dict.fromkeys(RIVALS)
+    if shape.op in ("write", "error"):
+        return times
+    missing = {column for columns, _ in _rivals_without().values() for column in columns}
+    if "fa3_us" not in missing:
+        times["fa3_us"] = _fa3_time(shape)
+    for bits in (4, 8):
+        if f"vllm_int{bits}_us" not in missing:
+            times[f"vllm_int{bits}_us"] = _vllm_time(shape, bits)
     torch.cuda.empty_cache()
     return times
 
 
-def _fa3_time(shape: Shape) -> float | None:
+def _fa3_time(shape: Shape) -> float:
     """Time FlashAttention 3 of vLLM's build over 16-bit pages of the same shape."""
-    flash = importlib.import_module("vllm.vllm_flash_attn.flash_attn_interface")
-    if not flash.FA3_AVAILABLE:
-        return None
+    flash = importlib.import_module(_FA3)
     blocks = -(-shape.context // shape.block_size)
     total = shape.batch * blocks
     calls = []
@@ -406,7 +439,7 @@ def _fa3_time(shape: Shape) -> float | None:
 
 def _vllm_time(shape: Shape, bits: int) -> float:
     """Time vLLM's own attention over its 4- or 8-bit per-token-head format, on random pages of the same shape."""
-    kernel = importlib.import_module("vllm.v1.attention.ops.triton_unified_attention").unified_attention
+    kernel = importlib.import_module(_VLLM).unified_attention
     mode = getattr(importlib.import_module("vllm.v1.kv_cache_interface").KVQuantMode, f"INT{bits}_PER_TOKEN_HEAD")
     blocks, half = -(-shape.context // shape.block_size), shape.head_size * bits // 8 + SCALE_WORD_BYTES
     total, num_queries = shape.batch * blocks, shape.batch * shape.query_len

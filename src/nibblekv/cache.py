@@ -207,8 +207,10 @@ class PagedKVCache:
         """Create empty sequences and return their ids, which are never used again."""
         if count < 1:
             raise ValueError(f"count: expected at least 1, got {count}")
-        rows = [self._take_row() for _ in range(count)]
+        rows: list[int] = []
         try:
+            while len(rows) < count:
+                rows.append(self._take_row())
             self._reserve_raw(1 + max(rows))
         except BaseException:
             self._free_rows = sorted(self._free_rows + rows)
@@ -225,17 +227,21 @@ class PagedKVCache:
         """
         parents = self._lookup(seq_ids)
         children = self.add_sequences(len(parents)) if parents else []
+        if parents:
+            rows = [self._sequences[child].row for child in children]
+            sources = [parent.row for parent in parents]
+            try:
+                self._block_table[rows] = self._block_table[sources]
+                for tensor in (tensor for pair in self._raw for tensor in pair):
+                    tensor[rows] = tensor[sources]
+            except BaseException:  # a device without memory for the copied rows
+                self.free(children)
+                raise
         for parent, child_id in zip(parents, children, strict=True):
             child = self._sequences[child_id]
             child.length, child.blocks, child.raw_start = parent.length, parent.blocks.copy(), parent.raw_start
             for block in parent.blocks:
                 self._references[block] += 1
-        if parents:
-            rows = [self._sequences[child].row for child in children]
-            sources = [parent.row for parent in parents]
-            self._block_table[rows] = self._block_table[sources]
-            for tensor in (tensor for pair in self._raw for tensor in pair):
-                tensor[rows] = tensor[sources]
         return children
 
     def free(self, seq_ids: Iterable[int]) -> None:
@@ -269,22 +275,31 @@ class PagedKVCache:
 
         Raises:
             CacheFullError: a fixed pool has too few free pages; nothing was changed.
+            MemoryError, torch.OutOfMemoryError: of the host or the device; nothing was changed, but that a pool that grows
+                may have grown.
             ValueError: unknown or repeated ids, negative counts.
         """
         sequences = self._lookup(seq_ids, distinct=True)
         counts = self._counts(num_tokens, len(sequences))
         self._reserve(sequences, counts)
-        for sequence, count in zip(sequences, counts, strict=True):
+        for sequence in sequences:
             self._refill(sequence, sequence.length - self.window + 1)
-            sequence.raw_start = max(sequence.raw_start, sequence.length + count - self._raw_rows + self.sinks)
-        copies: list[tuple[int, int]] = []
-        for sequence, count in zip(sequences, counts, strict=True):
-            self._extend_one(sequence, count, copies)
-        if copies:
-            source, target = ([pair[i] for pair in copies] for i in (0, 1))
-            for kv_cache in self.kv_caches:
-                kv_cache[target] = kv_cache[source]
-        return self._make_step(seq_ids, sequences, counts)
+        before = [(sequence.length, sequence.raw_start, sequence.blocks[-1:]) for sequence in sequences]
+        try:
+            copies: list[tuple[int, int]] = []
+            for sequence, count in zip(sequences, counts, strict=True):
+                sequence.raw_start = max(sequence.raw_start, sequence.length + count - self._raw_rows + self.sinks)
+                self._extend_one(sequence, count, copies)
+            if copies:
+                source, target = ([pair[i] for pair in copies] for i in (0, 1))
+                for kv_cache in self.kv_caches:
+                    kv_cache[target] = kv_cache[source]
+            return self._make_step(seq_ids, sequences, counts)
+        except BaseException:  # a device without memory for the step's own tensors
+            for sequence, (length, raw_start, last) in zip(sequences, before, strict=True):
+                self._take_back(sequence, length, last)
+                sequence.raw_start = raw_start
+            raise
 
     def cancel(self, step: CacheStep) -> None:
         """Take back the newest `extend` of these sequences, for a caller that could not write."""
@@ -661,6 +676,17 @@ class PagedKVCache:
             sequence.blocks.append(self._take_block())
         if first < len(sequence.blocks):
             self._fill_row(sequence, first)
+
+    def _take_back(self, sequence: _Sequence, length: int, last: list[int]) -> None:
+        """Give a sequence its former length and its former last page, if it had one; no byte of that has changed."""
+        keep = -(-length // self.block_size)
+        self._release(sequence, keep)
+        if sequence.blocks[-1:] != last:
+            self._references[last[0]] += 1
+            self._release(sequence, keep - 1)
+            sequence.blocks += last
+            self._fill_row(sequence, keep - 1)
+        sequence.length = length
 
     def _take_block(self) -> int:
         block = self._free_blocks.pop()

@@ -168,22 +168,27 @@ def load_config(name_or_path: str, progress: Progress | None = None) -> Any:
 
 
 def load_model(
-    name_or_path: str, dtype: torch.dtype | str = "auto", progress: Progress | None = None
+    name_or_path: str,
+    dtype: torch.dtype | str = "auto",
+    progress: Progress | None = None,
+    device: torch.device | str = "cpu",
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a causal language model and its tokenizer for inference on the CPU.
+    """Load a causal language model and its tokenizer for inference.
 
     Args:
         name_or_path: a name in `DEMO_MODELS`, a folder that transformers can load, a .gguf file (converted once, to
             bfloat16, and cached), or a hub name.
         dtype: of the weights; `auto` keeps that of the file.
         progress: see `fetch_demo_model`.
+        device: of the weights.
 
     Raises:
         FileNotFoundError: nothing of that name can be reached.
-        ValueError: a file that cannot be read, weights that are not all there or of other shapes than the config's,
-            pickled weights, a model that needs code of its own, or a wrong hash.
+        ValueError: no such device here, a file that cannot be read, weights that are not all there or of other shapes than
+            the config's, pickled weights, a model that needs code of its own, or a wrong hash.
         ModuleNotFoundError: transformers is missing.
     """
+    device = _usable(device)
     model_class, tokenizer_class = _transformers_class("AutoModelForCausalLM"), _transformers_class("AutoTokenizer")
     source = _resolve(name_or_path, progress)
     with _quiet_transformers():
@@ -200,7 +205,18 @@ def load_model(
             ),
         )
         tokenizer = _from_pretrained(tokenizer_class.from_pretrained, name_or_path, source)
-    return model.eval(), tokenizer
+    return model.to(device).eval(), tokenizer
+
+
+def _usable(device: torch.device | str) -> torch.device:
+    """Return a device that tensors can be moved to."""
+    try:
+        found = torch.device(device)
+        torch.empty(0, device=found)
+    except (AssertionError, RuntimeError) as error:  # torch's own words: an unknown name, no driver, no such number
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"device: expected cpu, or a GPU of this machine such as cuda, got {device}: {reason}") from error
+    return found
 
 
 def _download_wheels(model: DemoModel, scratch: Path, progress: Progress | None) -> list[Path]:

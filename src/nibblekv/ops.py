@@ -12,7 +12,7 @@ import torch
 from nibblekv.backends import reference, select_backend
 from nibblekv.formats import QuantFormat, check_head_size, decode_rows, encode_rows, get_format
 from nibblekv.layout import KVCacheLayout
-from nibblekv.options import AttentionOptions
+from nibblekv.options import AttentionOptions, make_options
 from nibblekv.rotation import rotate, unrotate
 
 __all__ = ["dequantize", "gather_and_dequantize", "paged_attention", "quantize", "reshape_and_cache"]
@@ -207,7 +207,7 @@ def paged_attention(
     if softmax_scale is None:
         softmax_scale = layout.head_size**-0.5
     if options:
-        opts = AttentionOptions(softmax_scale=softmax_scale, **options)
+        opts = make_options(softmax_scale, options)
         opts.check(num_seqs, query.shape[1], device)
     else:
         opts = _plain_options(softmax_scale)
@@ -318,12 +318,20 @@ def _check_lengths(
 
 
 def _check_raw(raw_key: torch.Tensor, raw_value: torch.Tensor, num_seqs: int, layout: KVCacheLayout) -> None:
+    shape = (num_seqs, raw_key.shape[1], layout.num_kv_heads)
+    if (  # the checks below at once
+        raw_key.shape == (*shape, layout.head_size)
+        and raw_value.shape == (*shape, layout.head_size_v)
+        and raw_key.dtype is raw_value.dtype
+        and raw_key.dtype in _FLOATS
+        and raw_key.stride(3) == raw_value.stride(3) == 1
+    ):
+        return
     for name, raw, head_size in (("raw_key", raw_key, layout.head_size), ("raw_value", raw_value, layout.head_size_v)):
         _check_dtype(name, raw, _FLOATS)
         _check_contiguous(name, raw)
-        shape = (num_seqs, raw_key.shape[1], layout.num_kv_heads, head_size)
-        if tuple(raw.shape) != shape:
-            raise ValueError(f"{name}: expected shape {shape}, got {tuple(raw.shape)}")
+        if tuple(raw.shape) != (*shape, head_size):
+            raise ValueError(f"{name}: expected shape {(*shape, head_size)}, got {tuple(raw.shape)}")
     if raw_value.dtype != raw_key.dtype:
         raise TypeError(f"raw_value: expected the dtype of raw_key, {raw_key.dtype}, got {raw_value.dtype}")
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 
-__all__ = ["AttentionOptions"]
+__all__ = ["AttentionOptions", "make_options"]
 
 
 @dataclass(frozen=True)
@@ -125,31 +126,50 @@ class AttentionOptions:
                 "raw_key, raw_value: expected both together with a raw_window or raw_sinks, got "
                 f"{self.raw_key is not None}, {self.raw_value is not None}, {self.raw_window} and {self.raw_sinks}"
             )
-        for name, kind, shape in (
-            ("causal", "bool", (num_seqs,)),
-            ("rswa_prefix_lens", "int", (num_seqs,)),
-            ("alibi_slopes", "float", (num_query_heads,)),
-            ("sinks", "float", (num_query_heads,)),
-            ("qq_bias", "float", ("N", "N")),
-            ("mm_prefix_ranges", "int", (num_seqs, "R", 2)),
-            ("raw_key", "float", (num_seqs, "N", "H", "D")),
-            ("raw_value", "float", (num_seqs, "N", "H", "D")),
-            ("output_scale", "float", (1,)),
-        ):
-            tensor = getattr(self, name)
+        values = self.__dict__
+        for name, kind, shape in _TENSORS:
+            tensor = values[name]
             if isinstance(tensor, torch.Tensor):
-                _check_tensor(name, tensor, kind, shape, device)
+                wanted: list[int | str] = [num_seqs if n == "B" else num_query_heads if n == "Q" else n for n in shape]
+                _check_tensor(name, tensor, kind, wanted, device)
 
 
-def _check_tensor(name: str, tensor: torch.Tensor, kind: str, shape: tuple[int | str, ...], device: torch.device) -> None:
+# Name, kind and shape of every tensor: B sequences, Q query heads; other letters are any size, equal ones the same.
+_TENSORS: tuple[tuple[str, str, tuple[int | str, ...]], ...] = (
+    ("causal", "bool", ("B",)),
+    ("rswa_prefix_lens", "int", ("B",)),
+    ("alibi_slopes", "float", ("Q",)),
+    ("sinks", "float", ("Q",)),
+    ("qq_bias", "float", ("N", "N")),
+    ("mm_prefix_ranges", "int", ("B", "R", 2)),
+    ("raw_key", "float", ("B", "N", "H", "D")),
+    ("raw_value", "float", ("B", "N", "H", "D")),
+    ("output_scale", "float", (1,)),
+)
+_DEFAULTS = {field.name: field.default for field in fields(AttentionOptions)}
+
+
+def make_options(softmax_scale: float, options: dict[str, Any]) -> AttentionOptions:
+    """Return AttentionOptions(softmax_scale, **options) without its constructor, which takes longer than a launch."""
+    if not options.keys() <= _DEFAULTS.keys():
+        return AttentionOptions(softmax_scale, **options)  # which says what it does not know
+    made = AttentionOptions.__new__(AttentionOptions)
+    made.__dict__.update(_DEFAULTS, softmax_scale=softmax_scale, **options)
+    return made
+
+
+def _check_tensor(name: str, tensor: torch.Tensor, kind: str, shape: Sequence[int | str], device: torch.device) -> None:
     """Raise unless the tensor has the kind of dtype, the shape (equal letters are equal sizes) and the device."""
-    actual = "bool" if tensor.dtype == torch.bool else "float" if tensor.dtype.is_floating_point else "int"
+    dtype = tensor.dtype
+    actual = "float" if dtype.is_floating_point else "bool" if dtype == torch.bool else "int"
     if actual != kind:
-        raise TypeError(f"{name}: expected a tensor of {kind}, got {tensor.dtype}")
-    sizes: dict[int | str, int] = {}
-    if tensor.dim() != len(shape) or any(
-        m != (n if isinstance(n, int) else sizes.setdefault(n, m)) for n, m in zip(shape, tensor.shape, strict=True)
-    ):
+        raise TypeError(f"{name}: expected a tensor of {kind}, got {dtype}")
+    letters: dict[int | str, int] = {}
+    right = tensor.dim() == len(shape)
+    if right:
+        for m, n in zip(tensor.shape, shape, strict=True):
+            right = right and m == (n if isinstance(n, int) else letters.setdefault(n, m))
+    if not right:
         raise ValueError(f"{name}: expected shape [{', '.join(map(str, shape))}], got {list(tensor.shape)}")
     if tensor.device != device:
         raise ValueError(f"{name}: expected device {device}, got {tensor.device}")

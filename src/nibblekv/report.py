@@ -91,6 +91,7 @@ def measure(
     model_name: str,
     texts: Sequence[str] = TEXTS,
     progress: Progress | None = None,
+    save: Callable[[dict[str, Any]], None] = lambda record: None,
 ) -> dict[str, Any]:
     """Run every task with every format.
 
@@ -101,6 +102,8 @@ def measure(
         formats: names as `nibblekv.peers` lists them; `none` is measured in any case.
         sizes: None for the default ones.
         texts: names in `evaluation.TEXTS` or files.
+        save: called after every task with what is returned at the end, as far as it is measured: a run that is cut off
+            keeps it.
 
     Returns:
         What JSON can hold: model, dtype, texts, sizes, seconds (by task), quoted (other programs' figures, with source), and
@@ -108,7 +111,8 @@ def measure(
         unquantized window and sinks included, 16 for `none`); needles, a list of {context, right, asked}; questions, {right,
         asked}; continuations, {divergence: steps before the first other token, one per prompt, new_tokens where there is
         none; agreement: share of equal tokens, by part of the continuation}. A refused format has `note` for all of these,
-        one that fails in a task has a sentence in `failures` for its figures.
+        one that fails in a task has a sentence in `failures` for its figures; where `none` cannot continue, no format is
+        compared with it.
 
     Raises:
         ValueError: an unknown format, or sizes that the texts or the model cannot serve.
@@ -134,17 +138,26 @@ def measure(
     }
     questions = [question_sheet(tokenizer, seed) for seed in range(sizes.question_orders)]
     seconds: dict[str, float] = {}
+    record: dict[str, Any] = {
+        "model": model_name,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "texts": list(texts),
+        "limit": limit,
+        "sizes": {**asdict(sizes), "contexts": contexts},
+        "seconds": seconds,
+        "quoted": {"source": QUOTED_SOURCE, "rows": QUOTED[model_name]} if model_name in QUOTED else None,
+    }
     begin = time.perf_counter()
 
     def lap(task: str) -> None:
         nonlocal begin
         seconds[task] = time.perf_counter() - begin
+        save(record)
         begin = time.perf_counter()
 
-    rows = evaluate(
+    rows = record["rows"] = evaluate(
         model, names, windows, model_name=model_name, copy=copies, position_bins=POSITION_BINS, progress=progress
     )  # fmt: skip
-    lap("texts")
     measured = {row["format"]: row for row in rows if "note" not in row}
     layers = attention_layers(model.config)
     values = sum(layer.values_per_token for layer in layers) * contexts[-1]
@@ -154,6 +167,7 @@ def measure(
         raw = 0 if format in PEERS else raw_bytes(layers, format)
         row["bits_held"] = bits + 8 * raw / values
         row["needles"] = []
+    lap("texts")
     for context, sheets in needle_sheets.items():
         for format, found in _score(model, measured, sheets, f"needles at {context:,}", progress).items():
             measured[format]["needles"].append({"context": context, **found})
@@ -167,19 +181,12 @@ def measure(
             progress(f"continue: {format}", done, len(measured))
         with _failures_noted(row, "continuations"):
             tokens = _continue(model, format, prompts, sizes.new_tokens)
-            expected = tokens if expected is None else expected  # `none` is the first
+            expected = tokens if expected is None else expected
             row["continuations"] = _compare(tokens == expected)
+        if expected is None:  # `none` is the first: without it there is nothing to compare with
+            break
     lap("continuations")
-    return {
-        "model": model_name,
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "texts": list(texts),
-        "limit": limit,
-        "sizes": {**asdict(sizes), "contexts": contexts},
-        "seconds": seconds,
-        "quoted": {"source": QUOTED_SOURCE, "rows": QUOTED[model_name]} if model_name in QUOTED else None,
-        "rows": rows,
-    }
+    return record
 
 
 @contextlib.contextmanager
@@ -188,8 +195,6 @@ def _failures_noted(row: dict[str, Any], task: str) -> Iterator[None]:
     try:
         yield
     except (NotImplementedError, RuntimeError, ValueError) as error:
-        if row["format"] == "none":
-            raise
         row.setdefault("failures", []).append(f"{task}: {str(error).splitlines()[0]}")
 
 

@@ -263,7 +263,8 @@ def _plot_continuations(record: dict[str, Any], rows: list[Row]) -> Figure:
 
 
 def _legend_beside(axes: Axes) -> None:
-    axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
 
 
 def _page(record: dict[str, Any], rows: list[Row]) -> str:
@@ -276,7 +277,7 @@ def _page(record: dict[str, Any], rows: list[Row]) -> str:
         "became the most likely one. Names with `+w32s4` keep the last 32 and the first 4 tokens of a sequence unquantized; "
         "`hf-` are the quantized caches of transformers.",
         "## In numbers",
-        _numbers(rows),
+        _numbers(rows, len(sizes["contexts"])),
         "KL is that of the next-token distribution to the unquantized cache's, in nats, per position. *Copied*: words of a "
         f"random list repeated from about {sizes['window'] // 2} tokens back. *Needles* and *questions*: answers that are "
         "right. *First differs*: the median step at which a greedy continuation leaves the unquantized one.",
@@ -292,7 +293,7 @@ def _page(record: dict[str, Any], rows: list[Row]) -> str:
         "tokens. A line that falls to the right would mean that errors add up as the cache fills.",
         "## Needles in long contexts",
         "![Needles found against the context](needles.svg)",
-        _needles(rows),
+        _needles(rows, sizes["contexts"]),
         f'{sizes["needles"]} notes such as "Note: lamp 4817." are spread over a book; all numbers '
         "are asked for at its end. A share p of n answers is known to about sqrt(p (1 - p) / n), and the same notes are "
         f"asked of every format. The model's limit is {_count(record['limit'])} positions.",
@@ -313,14 +314,14 @@ def _page(record: dict[str, Any], rows: list[Row]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _numbers(rows: list[Row]) -> str:
+def _numbers(rows: list[Row], num_contexts: int) -> str:
     head = [
         "format", "bits per value", "KL, mean", "median", "99 %", "99.9 %", "same next token", "copied", "needles",
         "questions", "same tokens when continuing", "first differs at",
     ]  # fmt: skip
     body = []
     for row in rows:
-        complete = len(row["needles"]) == len(rows[0]["needles"])
+        complete = len(row["needles"]) == num_contexts
         found = row.get("continuations")
         body.append(
             [
@@ -338,8 +339,7 @@ def _numbers(rows: list[Row]) -> str:
     return _table(head, body)
 
 
-def _needles(rows: list[Row]) -> str:
-    contexts = [n["context"] for n in rows[0]["needles"]]
+def _needles(rows: list[Row], contexts: list[int]) -> str:
     body = []
     for row in rows:
         shares = [_share([n for n in row["needles"] if n["context"] == context]) for context in contexts]

@@ -182,3 +182,17 @@ def test_a_connector_that_compares_nothing_gets_a_sentence(monkeypatch):
     ]
     transfer._apart(Config(connector="OffloadingConnector", extra={"secondary_tiers": [{"type": "p2p"}]}), "name")
     assert said[1].startswith("The tier 'p2p' does not compare")
+    for spec in ("CPUOffloadingSpec", "TieringOffloadingSpec"):
+        transfer._apart(Config(connector="OffloadingConnector", extra={"spec_name": spec}), "name")
+    assert len(said) == 2
+    foreign = {"spec_name": "PeerSpec", "spec_module_path": "somewhere.else", "root_dir": "/pages"}
+    apart = transfer._apart(Config(connector="OffloadingConnector", extra=foreign), "name").kv_transfer_config
+    assert said[2].startswith("The offloading spec 'PeerSpec' does not compare")
+    assert apart.kv_connector_extra_config == foreign | {"root_dir": "/pages/name"}
+
+
+def test_the_specs_taken_for_local_are_those_that_vllm_registers():
+    """Catches a release whose offloading goes through a spec that nobody looked at."""
+    from vllm.v1.kv_offload.factory import OffloadingSpecFactory
+
+    assert set(OffloadingSpecFactory._registry) <= transfer._LOCAL_SPECS

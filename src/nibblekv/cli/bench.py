@@ -135,6 +135,8 @@ def attention(
             if not chosen:
                 every = "; ".join(f"{shape.op} {shape.name}" for shape in benchmarking_cuda.SHAPES)
                 raise ValueError(f"shapes: expected a pattern that matches one of {every}; got {shapes!r}")
+            for sentence in benchmarking_cuda.missing_rivals():
+                typer.echo(sentence, err=True)
             done = json.loads(json_file.read_text())["rows"] if resume and json_file and json_file.exists() else []
             rows = benchmarking_cuda.bench_attention_cuda(
                 names, shapes=chosen, done=done, progress=lambda line: progress(line, 0, 0),

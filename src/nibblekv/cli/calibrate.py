@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from nibblekv import calibration, evaluation
-from nibblekv.cli.common import MODEL_HELP, console, format_bytes, parse_dtype, progress_bar
+from nibblekv.cli.common import MODEL_HELP, DeviceOption, console, format_bytes, parse_dtype, progress_bar
 from nibblekv.models import load_model
 
 # Excerpts of books that are part of the package, so that the result depends on the model alone.
@@ -25,6 +25,7 @@ def calibrate(
     window: Annotated[int, typer.Option(help="Tokens of a window.")] = 256,
     positions: Annotated[int, typer.Option(help="Positions to spread the windows over; 0: all that the model has.")] = 0,
     dtype: Annotated[str, typer.Option(help="Of the model: auto, float32, bfloat16 or float16.")] = "auto",
+    device: DeviceOption = "cpu",
     output: Annotated[Path | None, typer.Option("--output", "-o", help="The file; default: beside the model.")] = None,
 ) -> None:
     """Calibrate a model's cache once; attach finds the file from then on.
@@ -37,7 +38,7 @@ def calibrate(
     contents = [evaluation.load_text(name) for name in sources]
     begin = time.perf_counter()
     with progress_bar() as progress:
-        loaded, tokenizer = load_model(model, torch_dtype, progress)
+        loaded, tokenizer = load_model(model, torch_dtype, progress, device)
         found = calibration.calibrate(
             loaded,
             evaluation.text_windows(tokenizer, contents, windows, window),

@@ -10,6 +10,7 @@ from nibblekv import evaluation
 from nibblekv.cli.common import (
     FORMATS_HELP,
     Columns,
+    DeviceOption,
     JsonOption,
     ModelOption,
     console,
@@ -50,6 +51,7 @@ def evaluate_formats(
     copy: Annotated[int, typer.Option(help="Windows of the copy task; 0 leaves it out.")] = 0,
     greedy: Annotated[int, typer.Option(help="Tokens to generate greedily per window; 0 leaves it out.")] = 0,
     dtype: Annotated[str, typer.Option(help="Of the model: float32, bfloat16, float16 or auto.")] = "float32",
+    device: DeviceOption = "cpu",
     json_file: JsonOption = None,
 ) -> None:
     """Compare formats with the unquantized cache: perplexity, KL, top-1, copying, greedy text.
@@ -66,7 +68,7 @@ def evaluate_formats(
     sources = text or list(evaluation.TEXTS)
     contents = [evaluation.load_text(name) for name in sources]
     with progress_bar() as progress:
-        loaded, tokenizer = load_model(model, torch_dtype, progress)
+        loaded, tokenizer = load_model(model, torch_dtype, progress, device)
         rows = evaluation.evaluate(
             loaded,
             names,

@@ -10,6 +10,7 @@ from nibblekv import generation
 from nibblekv.cli.common import (
     FORMATS_HELP,
     Columns,
+    DeviceOption,
     JsonOption,
     ModelOption,
     console,
@@ -40,12 +41,13 @@ def generate(
     seed: Annotated[int, typer.Option(help="Of sampling.")] = 0,
     chat: Annotated[bool, typer.Option(help="Wrap the prompt in the model's chat template, if it has one.")] = True,
     dtype: Annotated[str, typer.Option(help="Of the model: auto, float32, bfloat16 or float16.")] = "auto",
+    device: DeviceOption = "cpu",
     json_file: JsonOption = None,
 ) -> None:
     """Generate with each format from the same prompt."""
     names, torch_dtype = split_list(formats), parse_dtype(dtype)
     with progress_bar() as progress:
-        loaded, tokenizer = load_model(model, torch_dtype, progress)
+        loaded, tokenizer = load_model(model, torch_dtype, progress, device)
         rows = generation.generate_side_by_side(
             loaded, tokenizer, prompt, names, new_tokens=new_tokens, temperature=temperature, seed=seed, chat=chat,
             progress=progress,

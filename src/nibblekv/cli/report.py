@@ -9,7 +9,16 @@ from typing import Annotated, Any
 
 import typer
 
-from nibblekv.cli.common import FORMATS_HELP, console, errors, parse_dtype, progress_bar, split_list, write_json
+from nibblekv.cli.common import (
+    FORMATS_HELP,
+    DeviceOption,
+    console,
+    errors,
+    parse_dtype,
+    progress_bar,
+    split_list,
+    write_json,
+)
 from nibblekv.models import DEMO_MODELS, load_model
 from nibblekv.peers import check_format
 from nibblekv.report import DEFAULT_FORMATS, Progress, Sizes, measure
@@ -48,6 +57,7 @@ def report(
     prompt: Annotated[int, typer.Option(help="Tokens of a text to continue.")] = DEFAULTS.prompt,
     new_tokens: Annotated[int, typer.Option(help="Tokens of a continuation.")] = DEFAULTS.new_tokens,
     dtype: Annotated[str, typer.Option(help="Of the model: float32, bfloat16, float16 or auto.")] = "float32",
+    device: DeviceOption = "cpu",
 ) -> None:
     """Measure every format on texts, copying, needles, questions and continuations; write a page with plots.
 
@@ -70,10 +80,11 @@ def report(
         folder = out or Path(f"report-{Path(model).stem}")
         record_file = folder / RECORD
         with progress_bar() as bar:
-            loaded, tokenizer = load_model(model, torch_dtype, bar)
-            found = measure(loaded, tokenizer, names, sizes, model_name=model, progress=_also_in_logs(bar))
-        rows = found.pop("rows")
-        write_json(record_file, rows, **found)
+            loaded, tokenizer = load_model(model, torch_dtype, bar, device)
+            measure(
+                loaded, tokenizer, names, sizes, model_name=model, progress=_also_in_logs(bar),
+                save=lambda found: write_json(record_file, **found),
+            )  # fmt: skip
     try:
         record: Any = json.loads(record_file.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:

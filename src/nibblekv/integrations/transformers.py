@@ -2,7 +2,7 @@
 
     from nibblekv.integrations.transformers import attach
     cache = attach(model, format="int4")
-    model.generate(**inputs, past_key_values=cache)
+    model.generate(**inputs, past_key_values=cache)  # cache=cache since transformers 5.24, which warns of the old name
 
 How a layer's call finds its pages: `PagedCache.update` returns the chunk's own key and value tensors, marked with the
 layer that took them; the attention function that transformers then calls writes them and attends to the pages. A key
@@ -453,7 +453,7 @@ def _layer_of(module: torch.nn.Module, key: torch.Tensor, value: torch.Tensor) -
         return cast(_PagedLayer, layer)
     raise RuntimeError(
         f"{_name(module)}: expected the keys and values that a nibblekv cache handed out, got others; pass "
-        "past_key_values=cache (from attach) to the model, or call detach(model) to use it without"
+        "past_key_values=cache (cache=cache since transformers 5.24) to the model, or call detach(model) to use it without"
     )
 
 
@@ -628,7 +628,9 @@ def attach(
     sinks: int = DEFAULT_SINKS,
     calibration: Calibration | Path | str | None = "auto",
 ) -> PagedCache:
-    """Make a model attend to packed pages, and return an empty cache to pass as `past_key_values`.
+    """Make a model attend to packed pages, and return an empty cache to pass to it.
+
+    Its argument is `past_key_values`, which transformers calls `cache` since 5.24.
 
     May be called again for further caches of the same model; each holds its own sequences. Until `detach`, the model
     runs only with such a cache.

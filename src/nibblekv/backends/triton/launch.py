@@ -27,7 +27,8 @@ _RELAXED_CAPTURE = 2
 _compiled: dict[tuple[Any, ...], Any] = {}
 # None: not to be repeated.
 _replays: dict[tuple[Any, ...], Replay | None] = {}
-_MOST_REPLAYS = 4096
+# Kinds of launches and calls remembered at most: new strides or gains in every call must not fill the memory.
+_MOST_COMPILED, _MOST_REPLAYS = 4096, 4096
 _persistent: dict[int, torch.Tensor] = {}
 _state = threading.local()
 
@@ -89,7 +90,10 @@ def launch(
     compiled = _compiled.get(key)
     if compiled is None:
         with capture_safe(first.device):
-            compiled = _compiled[key] = kernel[grid](*tensors, *scalars, *varying, *constants, **options)
+            compiled = kernel[grid](*tensors, *scalars, *varying, *constants, **options)
+        if len(_compiled) >= _MOST_COMPILED:
+            _compiled.clear()
+        _compiled[key] = compiled
     else:
         compiled[(*grid, 1, 1)[:3]](*addresses, *scalars, *varying, *constants)
     recorder = getattr(_state, "recorder", None)

@@ -27,8 +27,10 @@ _NIXL_WORKER = "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker"
 # Entries of a connector's configuration that name a folder of pages which others may read, and a connector's default.
 _FOLDERS = ("shared_storage_path", "root_dir")
 _DEFAULT_FOLDER = {"ExampleConnector": {"shared_storage_path": "/tmp"}}
-# Connectors that keep pages in such folders, or nowhere beyond the engine's life; the same for tiers behind a connector.
+# Connectors that keep pages in such folders, or nowhere beyond the engine's life; the same for what serves
+# `OffloadingConnector` and for the tiers behind that.
 _LOCAL = {"ExampleConnector", "OffloadingConnector", "SimpleCPUOffloadConnector", "DecodeBenchConnector"}
+_LOCAL_SPECS = {"CPUOffloadingSpec", "TieringOffloadingSpec"}
 _LOCAL_TIERS = {"example", "fs"}
 
 
@@ -80,6 +82,9 @@ def _placed(connector: str, entries: dict[str, Any], name: str) -> dict[str, Any
         _name_in_nixl_hash()
     elif connector not in _LOCAL:
         _warn(connector, name)
+    spec = entries.get("spec_name")  # of a module of the user's, or one that another plugin has registered
+    if connector == "OffloadingConnector" and spec is not None and spec not in _LOCAL_SPECS:
+        _warn(f"The offloading spec {spec!r}", name)
     entries = _in_subfolders(_DEFAULT_FOLDER.get(connector, {}) | entries, name)
     if "secondary_tiers" in entries:
         entries["secondary_tiers"] = [_placed_tier(tier, name) for tier in entries["secondary_tiers"]]

@@ -20,8 +20,8 @@ rows only start at multiples of 8 (keys) and 4 bytes (values), so they are read 
 
 Weights are scaled by a running power of two above every value scale so far: fp16 then holds them for values of any size.
 
-Keys of a raw window and sinks are splits of their own, behind the packed ones in the grid: products of the same form, 16
-tokens a step straight from memory. Their rows are rotated at the end, so that the merge takes them for any other split's.
+Keys of a raw window and sinks are attended by the merge, while it waits for the packed splits: programs of their own beside
+those of the splits take the places of packed ones. It rotates the row that they give and takes it for one more split's.
 
 DRAM, not the cores, bounds the loop; the rest of a call is its start, blocks that end unevenly, and the merge. Handing tiles
 to whichever split is ready first evens the ends out and costs more: heads of one page then read it at different times.
@@ -43,6 +43,8 @@ from nibblekv.backends.triton.hopper import ptx
 _LOW = gl.constexpr(-1e30)
 # A weight is p * 2^15 at most, which fp16 holds; small ones keep 15 more binades before they lose bits.
 _HEADROOM = gl.constexpr(15.0)
+# Keys of a lane at once: three take so many registers that few programs are resident beside the decode kernel's.
+_RAW_STEPS = gl.constexpr(2)
 # Its name until Triton 3.6, and after.
 _block_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 
@@ -341,208 +343,143 @@ def _load_words(address, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def _raw_positions(j, count, sinks_end, window_first, raw_sinks, raw_ring, ring_first):
-    """Return (position, row in the store) of the j-th raw key of a sequence, of the last one where there are fewer."""
-    j = gl.minimum(j, count - 1)
-    beyond = j - sinks_end
-    row = ring_first + beyond
-    row = gl.where(row >= raw_ring, row - raw_ring, row) + raw_sinks
-    return gl.where(beyond < 0, j, window_first + beyond), gl.where(beyond < 0, j, row)
-
-
-@gluon.jit
-def _rotate_row(x, g, gain, SIGNS: gl.constexpr, D: gl.constexpr):
-    """Rotate a row of which each lane group g holds the g-th eighth (SIGNS 0: do not); return it times gain."""
+def _rotate_row(x, part, gain, SIGNS: gl.constexpr, D: gl.constexpr):
+    """Rotate a row of which each lane holds the part-th eighth, part = lane % 8 (SIGNS 0: do not); return it times gain."""
     N: gl.constexpr = D // 8
-    bits = _sign_bits(g * N, SIGNS, D) >> (g * N & 31)
+    bits = _sign_bits(part * N, SIGNS, D) >> (part * N & 31)
     y = ()
     for i in gl.static_range(N):
         y = y + (gl.where((bits >> i & 1) != 0, -x[i], x[i]) * gain,)
     if SIGNS:
-        y = _hadamard(y, g, N, 3, 4)
+        y = _hadamard(y, part, N, 3, 1)
     return y
 
 
 @gluon.jit
-def _attend_raw(
-    query_words, raw_key, raw_value, row_stride, partial, partial_lse, lane, first_index, query_len, seq_len, factor, gain,
-    window, raw_window, raw_sinks, raw_ring, part, num_parts, row_step, num_slots, slot,
-    GROUP: gl.constexpr, QUERY_LEN: gl.constexpr, D: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
-    HALF: gl.constexpr, SIGNS: gl.constexpr,
+def attend_raw(
+    query, raw_key, raw_value, seq_lens, query_start_loc, partial, partial_lse, query_token_stride, query_head_stride,
+    raw_seq_stride, raw_row_stride, raw_head_stride, factor, gain, window, raw_window, raw_sinks, raw_ring, raw_rows,
+    HEADS: gl.constexpr, GROUP: gl.constexpr, QUERY_LEN: gl.constexpr, D: gl.constexpr, CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr, HALF: gl.constexpr, SIGNS: gl.constexpr,
 ):  # fmt: skip
-    """Attend a warp's queries to its part of the raw keys; store rows and log-sum-exp as a split's.
+    """Attend a program's query to its raw keys; store a row like a split's, from row raw_rows of partial on.
 
-    raw_key, raw_value: addresses of row 0 of this sequence and head. first_index, row_step: index of the first query's
-    first head among all rows, and from one query to the next. gain: turns Hadamard sums of a row into stored ones.
+    Eight lanes share a key, four keys are read at once, `_RAW_STEPS` times in a step; every warp does the same. gain: turns
+    Hadamard sums of a row into stored ones. Returns the row's index among the queries', -1 where a sequence has fewer.
     """
-    COLUMNS: gl.constexpr = GROUP * QUERY_LEN
-    PAIR: gl.constexpr = COLUMNS <= 4
-    NT: gl.constexpr = 1 if PAIR else (COLUMNS + 7) // 8
-    NC: gl.constexpr = 1 if PAIR else 2 * NT
+    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     N: gl.constexpr = D // 8
-    g, t = lane >> 2, lane & 3
-    first_position = seq_len - query_len
-    sinks_end = gl.minimum(raw_sinks, seq_len)
-    window_first = gl.where(raw_window > 0, gl.maximum(first_position - raw_window + 1, raw_sinks), seq_len)
-    count = sinks_end + gl.maximum(seq_len - window_first, 0)
-    ring_first = (window_first - raw_sinks) % gl.maximum(raw_ring, 1)
-    steps = gl.cdiv(gl.cdiv(count, 16), num_parts)
-    end = gl.minimum((part + 1) * steps * 16, count)
+    STEPS: gl.constexpr = _RAW_STEPS
+    lane = gl.arange(0, 32 * gl.num_warps(), LANES) & 31
+    key, part = lane >> 3, lane & 7
+    pid = gl.program_id(0)
+    head, number, seq = pid % HEADS, pid // HEADS % QUERY_LEN, pid // (HEADS * QUERY_LEN)
+    seq_len = gl.load(seq_lens + seq).to(gl.int32)
+    query_start = gl.load(query_start_loc + seq).to(gl.int32)
+    query_len = gl.load(query_start_loc + seq + 1).to(gl.int32) - query_start
+    token = query_start + number
+    at = seq_len - query_len + number
+    end = at + 1 if CAUSAL else seq_len
+    first = gl.maximum(at - window + 1, 0) if WINDOW else 0
+    sinks = gl.maximum(gl.minimum(raw_sinks, end) - first, 0)
+    beyond = gl.where(raw_window > 0, gl.maximum(gl.maximum(at - raw_window + 1, raw_sinks), first), end)
+    count = gl.where(number < query_len, sinks + gl.maximum(end - beyond, 0), 0)
+    ring_first = (beyond - raw_sinks) % gl.maximum(raw_ring, 1)
+
+    row = gl.where(number < query_len, token, query_start).to(gl.int64)
+    query_words = _load_words(
+        query.to(gl.int64) + 2 * (row * query_token_stride + head * query_head_stride + part * N), N // 2
+    )
+    x = ()
+    for w in gl.static_range(N // 2):
+        x = x + ptx.unpack2(query_words[w], HALF)
+    offset = 2 * (seq.to(gl.int64) * raw_seq_stride + head // GROUP * raw_head_stride + part * N)
+    keys, values = raw_key.to(gl.int64) + offset, raw_value.to(gl.int64) + offset
 
     zero = lane.to(gl.float32) * 0.0
-    accumulator = (zero,) * (N * NC)
-    top = (zero + _LOW,) * NC
-    total = (zero,) * NC
-    for j in range(part * steps * 16, end, 16):
-        positions = ()
-        addresses = ()
-        for r in gl.static_range(2):
-            at, row = _raw_positions(j + 8 * r + g, count, sinks_end, window_first, raw_sinks, raw_ring, ring_first)
-            positions = positions + (at,)
-            addresses = addresses + (raw_key + (row * row_stride + t * (D // 4)).to(gl.int64) * 2,)
-        upper, lower = _load_words(addresses[0], N), _load_words(addresses[1], N)
-        values = ()
-        for r in gl.static_range(4):
-            at, row = _raw_positions(
-                j + 8 * (r // 2) + 2 * t + r % 2, count, sinks_end, window_first, raw_sinks, raw_ring, ring_first
-            )
-            values = values + (_load_words(raw_value + (row * row_stride + g * N).to(gl.int64) * 2, N // 2),)
-
-        c = ((zero, zero, zero, zero),) * NT
-        for s in gl.static_range(D // 16):
-            d = ()
-            for nt in gl.static_range(NT):
-                d = d + (
-                    ptx.mma(
-                        (upper[2 * s], lower[2 * s], upper[2 * s + 1], lower[2 * s + 1]),
-                        query_words[nt * N + 2 * s],
-                        query_words[nt * N + 2 * s + 1],
-                        c[nt],
-                        HALF,
-                    ),
-                )
-            c = d
-
-        # A value row with NaN or infinity makes the scores of the queries that see it NaN, and is zeros to the others.
-        broken = lane * 0
-        for r in gl.static_range(4):
+    accumulator = (zero,) * N
+    top = zero + _LOW
+    total = zero
+    for j in range(0, count, 4 * STEPS):
+        key_words = ()
+        value_words = ()
+        for r in gl.static_range(STEPS):
+            # Of the last step the last key, again and again.
+            i = gl.minimum(j + 4 * r + key, count - 1)
+            place = ring_first + i - sinks
+            place = gl.where(place >= raw_ring, place - raw_ring, place) + raw_sinks
+            place = 2 * (gl.where(i < sinks, first + i, place) * raw_row_stride).to(gl.int64)
+            key_words = key_words + _load_words(keys + place, N // 2)
+            value_words = value_words + _load_words(values + place, N // 2)
+        score = ()
+        for r in gl.static_range(STEPS):
+            product = zero
             check = lane * 0
             for w in gl.static_range(N // 2):
-                check = ptx.add_nothing2(values[r][w], check, HALF)
-            broken = broken | gl.where(check != 0, 1 << (8 * (r // 2) + 2 * t + r % 2), 0)
-        broken = ptx.warp_or_bits(broken)
-        whole = ()
-        for r in gl.static_range(4):
-            keep = (broken >> (8 * (r // 2) + 2 * t + r % 2) & 1) - 1
-            row_words = ()
-            for w in gl.static_range(N // 2):
-                row_words = row_words + (values[r][w] & keep,)
-            whole = whole + (row_words,)
-
-        score = ()
-        for r in gl.static_range(2):
-            position = positions[r]
-            for n in gl.static_range(NC):
-                if PAIR:
-                    column = t
-                    value = c[0][2 * r]
-                else:
-                    column = n // 2 * 8 + 2 * t + n % 2
-                    value = c[n // 2][2 * r + n % 2]
-                at = first_position + column // GROUP
-                visible = (j + 8 * r + g < count) & ((position < raw_sinks) | (at - position < raw_window))
-                if CAUSAL:
-                    visible = visible & (position <= at)
-                if WINDOW:
-                    visible = visible & (at - position < window)
-                value = gl.where((broken >> (8 * r + g) & 1) != 0, float("nan"), value * factor)
-                score = score + (gl.where(visible, value, float("-inf")),)
-
-        new_top = ()
-        decay = ()
-        for n in gl.static_range(NC):
-            best = gl.maximum(score[n], score[NC + n])
-            best = gl.maximum(best, ptx.shuffle_xor(best, 4))
-            best = gl.maximum(best, ptx.shuffle_xor(best, 8))
-            best = gl.maximum(best, ptx.shuffle_xor(best, 16))
-            best = gl.maximum(best, top[n])
-            new_top = new_top + (best,)
-            decay = decay + (gl.exp2(top[n] - best),)
-        top = new_top
-        # Weights are two 16-bit numbers: 8 bits of bfloat16 would show.
-        new_total = ()
-        weight = ()
-        for r in gl.static_range(2):
-            for n in gl.static_range(NC):
-                weight = weight + (gl.exp2(score[r * NC + n] - (top[n] - _HEADROOM)),)
-        for n in gl.static_range(NC):
-            new_total = new_total + (total[n] * decay[n] + weight[n] + weight[NC + n],)
-        total = new_total
-        high = ()
-        low = ()
-        for r in gl.static_range(2):
-            for nt in gl.static_range(NT):
-                first = weight[r * NC + nt] if PAIR else weight[r * NC + 2 * nt]
-                second = zero if PAIR else weight[r * NC + 2 * nt + 1]
-                packed = ptx.pack2(first, second, HALF)
-                rounded = ptx.unpack2(packed, HALF)
-                if PAIR:
-                    high = high + (ptx.transpose8(ptx.pack2(first, first - rounded[0], HALF)),)
-                else:
-                    high = high + (ptx.transpose8(packed),)
-                    low = low + (ptx.transpose8(ptx.pack2(first - rounded[0], second - rounded[1], HALF)),)
+                k = ptx.unpack2(key_words[N // 2 * r + w], HALF)
+                product = product + x[2 * w] * k[0] + x[2 * w + 1] * k[1]
+                check = ptx.add_nothing2(value_words[N // 2 * r + w], check, HALF)
+            # A value row with NaN or infinity makes the score NaN.
+            product = gl.where(check != 0, float("nan"), product)
+            product += ptx.shuffle_xor(product, 1)
+            product += ptx.shuffle_xor(product, 2)
+            product += ptx.shuffle_xor(product, 4)
+            score = score + (gl.where(j + 4 * r + key < count, product * factor, float("-inf")),)
+        best = top
+        for r in gl.static_range(STEPS):
+            best = gl.maximum(best, score[r])
+        decay = gl.exp2(top - best)
+        top = best
+        total = total * decay
         updated = ()
-        for w in gl.static_range(N // 2):
-            upper, lower = ptx.pair_halves(whole[0][w], whole[1][w]), ptx.pair_halves(whole[2][w], whole[3][w])
-            a = (upper[0], upper[1], lower[0], lower[1])
-            for nt in gl.static_range(NT):
-                x = ptx.mma(a, high[nt], high[NT + nt], (zero, zero, zero, zero), HALF)
-                if PAIR:
-                    updated = updated + (
-                        accumulator[2 * w] * decay[0] + (x[0] + x[1]),
-                        accumulator[2 * w + 1] * decay[0] + (x[2] + x[3]),
-                    )
-                else:
-                    x = ptx.mma(a, low[nt], low[NT + nt], x, HALF)
-                    for i in gl.static_range(4):
-                        updated = updated + (accumulator[4 * (w * NT + nt) + i] * decay[2 * nt + i % 2] + x[i],)
+        for i in gl.static_range(N):
+            updated = updated + (accumulator[i] * decay,)
+        for r in gl.static_range(STEPS):
+            weight = gl.exp2(score[r] - top)
+            total = total + weight
+            added = ()
+            for w in gl.static_range(N // 2):
+                v = ptx.unpack2(value_words[N // 2 * r + w], HALF)
+                added = added + (updated[2 * w] + weight * v[0], updated[2 * w + 1] + weight * v[1])
+            updated = added
         accumulator = updated
 
-    for n in gl.static_range(NC):
-        s = total[n]
-        s += ptx.shuffle_xor(s, 4)
-        s += ptx.shuffle_xor(s, 8)
-        s += ptx.shuffle_xor(s, 16)
-        x = ()
-        for i in gl.static_range(N):
-            if PAIR:
-                x = x + (accumulator[i],)
-            else:
-                x = x + (accumulator[4 * (i // 2 * NT + n // 2) + i % 2 * 2 + n % 2],)
-        y = _rotate_row(x, g, gl.where(s == 0.0, 0.0, gain / s), SIGNS, D)
-        column = t if PAIR else n // 2 * 8 + 2 * t + n % 2
-        valid = (column < COLUMNS) & (column // GROUP < query_len)
-        index = ((first_index + column // GROUP * row_step + column % GROUP) * num_slots + slot).to(gl.int64)
-        address = partial.to(gl.int64) + (index * D + g * N) * 4
-        for i in gl.static_range(N // 4):
-            ptx.store_global4(address, y[4 * i], y[4 * i + 1], y[4 * i + 2], y[4 * i + 3], valid.to(gl.int32), 16 * i)
-        gl.store(partial_lse + index, top[n] - _HEADROOM + gl.log2(s), mask=valid & (g == 0))
+    best = gl.maximum(top, ptx.shuffle_xor(top, 8))
+    best = gl.maximum(best, ptx.shuffle_xor(best, 16))
+    decay = gl.exp2(top - best)
+    total = total * decay
+    total += ptx.shuffle_xor(total, 8)
+    total += ptx.shuffle_xor(total, 16)
+    summed = ()
+    for i in gl.static_range(N):
+        y = accumulator[i] * decay
+        y += ptx.shuffle_xor(y, 8)
+        y += ptx.shuffle_xor(y, 16)
+        summed = summed + (y,)
+    y = _rotate_row(summed, part, gl.where(total == 0.0, 0.0, gain / total), SIGNS, D)
+    index = (raw_rows + token * HEADS + head).to(gl.int64)
+    valid = (number < query_len) & (lane < 8)
+    address = partial.to(gl.int64) + (index * D + part * N) * 4
+    for i in gl.static_range(N // 4):
+        ptx.store_global4(address, y[4 * i], y[4 * i + 1], y[4 * i + 2], y[4 * i + 3], valid.to(gl.int32), 16 * i)
+    gl.store(partial_lse + (lane * 0 + index), best + gl.log2(total), mask=valid & (lane == 0))
+    return gl.where(number < query_len, token * HEADS + head, -1)
 
 
-@gluon.jit(do_not_specialize=["num_kv_heads", "num_splits", "num_raw", "window", "raw_window", "raw_sinks", "raw_ring"])
+@gluon.jit(do_not_specialize=["num_kv_heads", "num_splits", "window", "raw_window", "raw_sinks"])
 def decode_kernel(
-    query, kv_cache, block_table, seq_lens, query_start_loc, partial, partial_lse, raw_key, raw_value,
-    query_token_stride, query_head_stride, block_stride, head_stride, table_stride,
-    raw_seq_stride, raw_row_stride, raw_head_stride, factor, raw_factor, raw_gain, window, raw_window, raw_sinks, raw_ring,
-    num_kv_heads, num_splits, num_raw, GROUP: gl.constexpr, QUERY_LEN: gl.constexpr,
+    query, kv_cache, block_table, seq_lens, query_start_loc, partial, partial_lse,
+    query_token_stride, query_head_stride, block_stride, head_stride, table_stride, factor, window, raw_window, raw_sinks,
+    num_kv_heads, num_splits, GROUP: gl.constexpr, QUERY_LEN: gl.constexpr,
     D: gl.constexpr, BLOCK: gl.constexpr, T: gl.constexpr, STAGES: gl.constexpr,
     MIXED: gl.constexpr, K_CODE: gl.constexpr, K_WORD: gl.constexpr, V_CODE: gl.constexpr, V_WORD: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, RAW: gl.constexpr, HALF: gl.constexpr, SIGNS: gl.constexpr,
-    V_SIGNS: gl.constexpr, PDL: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """Attend one split of a sequence for one KV head a warp; store normalised rows and their log2-sum-exp.
 
-    MIXED: pages are interleaved, else planar. Codes and words as codec.py names them; SIGNS, V_SIGNS: of the rotations.
+    MIXED: pages are interleaved, else planar. Codes and words as codec.py names them. RAW: leave the raw window and sinks
+    out. SIGNS: of the keys' rotation.
     """
     WARPS: gl.constexpr = gl.num_warps()
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
@@ -572,14 +509,6 @@ def decode_kernel(
     head = pid % groups * WARPS + warp
     split = pid // groups % num_splits
     seq = pid // (groups * num_splits)
-    num_slots = num_splits
-    is_raw = pid < 0
-    if RAW:
-        num_slots = num_splits + num_raw
-        behind = pid - gl.num_programs(0) // num_slots * num_splits
-        is_raw = behind >= 0
-        split = gl.where(is_raw, num_splits + behind // groups % num_raw, split)
-        seq = gl.where(is_raw, behind // (groups * num_raw), seq)
     memory = gl.allocate_shared_memory(
         gl.int32, [_ring_rows(WARPS, STAGES, STAGE), 32 * WARPS], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
@@ -613,17 +542,6 @@ def decode_kernel(
         address = gl.where(valid, address, query.to(gl.int64))
         for i in gl.static_range(D // 32):
             query_words = query_words + ptx.load_global4(address, 16 * i)
-
-    if RAW:
-        if is_raw:
-            offset = seq.to(gl.int64) * raw_seq_stride + head * raw_head_stride
-            _attend_raw(
-                query_words, raw_key.to(gl.int64) + offset * 2, raw_value.to(gl.int64) + offset * 2, raw_row_stride,
-                partial, partial_lse, lane, query_start * (num_kv_heads * GROUP) + head * GROUP, query_len, seq_len,
-                raw_factor, raw_gain, window, raw_window, raw_sinks, raw_ring, split - num_splits, num_raw,
-                num_kv_heads * GROUP, num_slots, split, GROUP, QUERY_LEN, D, CAUSAL, WINDOW, HALF, V_SIGNS,
-            )  # fmt: skip
-            return
 
     first_position = seq_len - query_len
     first_visible = gl.maximum(first_position - window + 1, 0) if WINDOW else 0
@@ -921,7 +839,7 @@ def decode_kernel(
         row = column // GROUP
         valid = (column < COLUMNS) & (row < query_len)
         index = (query_start + row) * (num_kv_heads * GROUP) + head * GROUP + column % GROUP
-        index = (index * num_slots + split).to(gl.int64)
+        index = (index * num_splits + split).to(gl.int64)
         address = partial.to(gl.int64) + (index * D + g * (D // 8)) * 4
         unit = _as_float(reference) * _unit(V_CODE) * inverse
         z = z * inverse
@@ -941,28 +859,49 @@ def decode_kernel(
         gl.store(partial_lse + index, top[n] - _HEADROOM + gl.log2(s), mask=valid & (g == 0))
 
 
-@gluon.jit(do_not_specialize=["num_splits"])
+@gluon.jit(do_not_specialize=["window", "raw_window", "raw_sinks", "raw_ring", "raw_rows", "num_splits"])
 def combine_kernel(
-    partial, partial_lse, out, lse, out_token_stride, out_head_stride, gain,
-    num_splits, HEADS: gl.constexpr, D: gl.constexpr, SIGNS: gl.constexpr, ROWS: gl.constexpr,
-    LSE: gl.constexpr, PDL: gl.constexpr,
+    partial, partial_lse, out, lse, query, raw_key, raw_value, seq_lens, query_start_loc, out_token_stride, out_head_stride,
+    query_token_stride, query_head_stride, raw_seq_stride, raw_row_stride, raw_head_stride, gain, raw_factor, raw_gain,
+    window, raw_window, raw_sinks, raw_ring, raw_rows, num_splits, HEADS: gl.constexpr, GROUP: gl.constexpr,
+    QUERY_LEN: gl.constexpr, D: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, RAW: gl.constexpr,
+    HALF: gl.constexpr, SIGNS: gl.constexpr, ROWS: gl.constexpr, LSE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
+    """Merge the splits of a row (RAW: after the row of its raw keys has been made, of a query of each of QUERY_LEN)."""
     WARPS: gl.constexpr = gl.num_warps()
     V: gl.constexpr = D // 32
     TILE: gl.constexpr = gl.BlockedLayout([1, V], [1, 32], [WARPS, 1], [1, 0])
     DIMS: gl.constexpr = gl.SliceLayout(0, TILE)
     ROW: gl.constexpr = gl.SliceLayout(1, TILE)
     row = gl.program_id(0)
+    if RAW:
+        # The decode kernel has waited for all that made these inputs before it let this one start.
+        row = attend_raw(
+            query, raw_key, raw_value, seq_lens, query_start_loc, partial, partial_lse, query_token_stride,
+            query_head_stride, raw_seq_stride, raw_row_stride, raw_head_stride, raw_factor, raw_gain, window, raw_window,
+            raw_sinks, raw_ring, raw_rows, HEADS, GROUP, QUERY_LEN, D, CAUSAL, WINDOW, HALF, SIGNS,
+        )  # fmt: skip
+        _block_barrier()
+        if row < 0:
+            return
     dim = gl.arange(0, D, DIMS)
     r = gl.arange(0, ROWS, ROW)
+    top = gl.full([ROWS], _LOW, gl.float32, ROW)
+    weight = gl.full([ROWS], 0.0, gl.float32, ROW)
+    value = gl.full([ROWS, D], 0.0, gl.float32, TILE)
+    if RAW:
+        at = (raw_rows + row).to(gl.int64)
+        raw_lse = gl.load(partial_lse + at + r * 0, mask=r == 0, other=float("-inf"))
+        value = gl.load(
+            partial + at * D + dim[None, :] + r[:, None] * 0, mask=(r == 0)[:, None] & (dim >= 0)[None, :], other=0.0
+        )
+        top = gl.maximum(raw_lse, top)
+        weight = gl.exp2(raw_lse - top)
     if PDL:
         ptx.wait_for_dependency(r)
         ptx.launch_dependents(r)
     base = row.to(gl.int64) * num_splits
     # Every slot merges its own splits first: the loads of a step depend on nothing, and rows meet once, at the end.
-    top = gl.full([ROWS], _LOW, gl.float32, ROW)
-    weight = gl.full([ROWS], 0.0, gl.float32, ROW)
-    value = gl.full([ROWS, D], 0.0, gl.float32, TILE)
     for first in range(0, num_splits, ROWS):
         inside = first + r < num_splits
         split_lse = gl.load(partial_lse + base + first + r, mask=inside, other=float("-inf"))
@@ -981,13 +920,14 @@ def combine_kernel(
     scale = gl.exp2(top - best)
     total = gl.sum(weight * scale, 0)
     y = gl.sum(value * scale[:, None], 0) * gl.where(total == 0.0, 0.0, gain / total)
-    y = ptx.hadamard_in_lane(y, V)
-    lane = dim // V
-    for bit in gl.static_range(5):
-        other = ptx.shuffle_xor(y, 1 << bit)
-        y = gl.where((lane & (1 << bit)) != 0, other - y, other + y)
-    negative = ((_sign_bits(dim, SIGNS, D) >> (dim & 31)) & 1) != 0
-    y = gl.where(negative, -y, y)
+    if SIGNS:
+        y = ptx.hadamard_in_lane(y, V)
+        lane = dim // V
+        for bit in gl.static_range(5):
+            other = ptx.shuffle_xor(y, 1 << bit)
+            y = gl.where((lane & (1 << bit)) != 0, other - y, other + y)
+        negative = ((_sign_bits(dim, SIGNS, D) >> (dim & 31)) & 1) != 0
+        y = gl.where(negative, -y, y)
     token, head = row // HEADS, row % HEADS
     gl.store(out + token.to(gl.int64) * out_token_stride + head * out_head_stride + dim, y.to(out.dtype.element_ty))
     if LSE:

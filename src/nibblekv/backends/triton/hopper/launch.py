@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 import torch
 
 from nibblekv.backends.triton import is_hopper
-from nibblekv.backends.triton.attention import combine, multiprocessors
+from nibblekv.backends.triton.attention import multiprocessors
 from nibblekv.backends.triton.codec import format_constants
 from nibblekv.backends.triton.hopper.kernels import combine_kernel, decode_kernel
 from nibblekv.backends.triton.launch import launch, scratch
@@ -24,8 +24,6 @@ HEAD_SIZES = (64, 128, 256)
 CODES = ("uint4", "int8", "fp8")
 ALIGNMENT = 16
 LOG2_E = 1.4426950408889634
-# Raw keys that a warp attends at once, and blocks a multiprocessor at most for those beyond a sequence's first.
-RAW_STEP, RAW_BLOCKS = 16, 2
 _SERVED = (
     "softmax_scale", "causal", "sliding_window", "host_lengths", "raw_key", "raw_value", "raw_window", "raw_sinks"
 )  # fmt: skip
@@ -40,7 +38,6 @@ class Plan:
         warps: KV heads of a block, one to a warp; divides num_kv_heads.
         tile: tokens of a step. stages: tiles in flight per warp.
         splits: blocks that share a sequence.
-        raw_splits: blocks that share its raw window and sinks; 0 without.
         merge_warps, merge_rows: warps of a merge block, and the splits that it reads in one step.
         dependent: launch each kernel before the one in front of it has drained.
     """
@@ -49,7 +46,6 @@ class Plan:
     tile: int
     stages: int
     splits: int
-    raw_splits: int
     merge_warps: int
     merge_rows: int
     dependent: bool = True
@@ -120,18 +116,17 @@ def rotation_gain(kind: RotationKind, head_size: int) -> float:
 @functools.lru_cache(maxsize=4096)
 def plan(
     num_seqs: int, num_kv_heads: int, max_seq_len: int, head_size: int, num_sms: int, slot_bytes: int | None = None,
-    skew: int = 1, raw_rows: int = 0,
+    skew: int = 1,
 ) -> Plan:  # fmt: skip
     """Choose launch parameters from what the host knows: one wave of one-warp blocks.
 
     Eight blocks a multiprocessor keep 139 KB in flight on each; more only lengthen the queues and the merge. At head size
     256, where a split's rows to merge weigh twice as much, four: one to a scheduler. Tiles of longer rows have half as many
-    tokens. Blocks of raw rows come on top: they are few and short.
+    tokens.
 
     Args:
         slot_bytes: of a token of one head; default: of 4-bit codes.
         skew: how many times as many splits, where one sequence is much longer than the mean.
-        raw_rows: of a sequence, in its raw window and sinks.
     """
     widest = max(head_size, 128) + 2 * SCALE_WORD_BYTES
     warps, tile, stages = 1, 64 if slot_bytes is None or slot_bytes <= widest else 32, 2
@@ -140,17 +135,15 @@ def plan(
     if splits > 8 and splits * tile < max_seq_len // 4 and head_size < 256:
         # Few long sequences: half as many splits, each with a third tile in flight, leave less to merge.
         stages, splits = 3, splits // 2
-    raw_splits = min(-(-raw_rows // RAW_STEP), max(1, num_sms * RAW_BLOCKS // (num_seqs * num_kv_heads)))
-    slots = splits + raw_splits
-    if slots <= 4 + bool(raw_rows) or (head_size == 256 and slots <= 16):
-        merge = (1, 8)
-    elif slots <= 8:
-        merge = (2, 8)
-    elif slots <= 32:
-        merge = (4, 16 if slots <= 16 else 32)
+    if splits <= 4:
+        merge = (1, 4)
+    elif splits <= 8 or (head_size == 256 and splits <= 16):
+        merge = (1 if head_size == 256 else 2, 8)
+    elif splits <= 32:
+        merge = (4, 16 if splits <= 16 else 32)
     else:
-        merge = (4, 64)
-    return Plan(warps, tile, stages, splits, raw_splits, *merge)
+        merge = (8 if head_size == 256 else 4, 64)
+    return Plan(warps, tile, stages, splits, *merge)
 
 
 def decode(
@@ -174,7 +167,7 @@ def decode(
 
     Args: those of `nibblekv.paged_attention`, for a call that `supports` accepts. query is read 16 bytes at a time where it
         is aligned so, else copied first. out may have any float dtype. The call allocates its split buffer only:
-        4 * (head_size + 1) bytes per query row, head and split.
+        4 * (head_size + 1) bytes per query row, head and split (a raw window or sinks count as one).
         parameters: overrides `plan`; skew: see there.
     """
     num_tokens, num_query_heads, head_size = query.shape
@@ -183,55 +176,54 @@ def decode(
         query = query.contiguous().clone()
     if parameters is None:
         reach = min(max_seq_len, options.sliding_window + max_query_len) if options.sliding_window else max_seq_len
-        raw_rows = options.raw_sinks + (options.raw_window + max_query_len - 1 if options.raw_window else 0)
         num_sms = multiprocessors(query.device)
-        parameters = plan(num_seqs, num_kv_heads, reach, head_size, num_sms, layout.slot_bytes, skew, raw_rows)
-    slots = parameters.splits + parameters.raw_splits
-    rows = num_tokens * num_query_heads * slots
+        parameters = plan(num_seqs, num_kv_heads, reach, head_size, num_sms, layout.slot_bytes, skew)
+    raw = options.raw_key is not None
+    raw_rows = num_tokens * num_query_heads * parameters.splits
+    rows = raw_rows + (num_tokens * num_query_heads if raw else 0)
     buffer = scratch(rows * (head_size + 1), query.device)
     partial, partial_lse = buffer, buffer[rows * head_size :]
     k_kind, v_kind = layout.k_format.rotation, layout.v_format.rotation
     score_scale = options.softmax_scale * LOG2_E
-    # H H = head_size: raw rows, rotated by sums alone, times this are rows as stored.
-    norm = 1.0 if v_kind == "none" else head_size
+    group, half = num_query_heads // num_kv_heads, query.dtype == torch.float16
+    masks = (bool(options.causal), options.sliding_window > 0, raw, half)
     launch(
         decode_kernel,
-        (num_seqs * (num_kv_heads // parameters.warps) * slots,),
+        (num_seqs * (num_kv_heads // parameters.warps) * parameters.splits,),
+        (query, kv_cache, block_table, seq_lens, query_start_loc, partial, partial_lse),
+        (query.stride(0), query.stride(1), kv_cache.stride(0), kv_cache.stride(1), block_table.stride(0)),
         (
-            query, kv_cache, block_table, seq_lens, query_start_loc, partial, partial_lse, options.raw_key,
-            options.raw_value,
+            score_scale * rotation_gain(k_kind, head_size), options.sliding_window, options.raw_window, options.raw_sinks,
+            num_kv_heads, parameters.splits,
         ),
         (
-            query.stride(0), query.stride(1), kv_cache.stride(0), kv_cache.stride(1), block_table.stride(0),
-            *((0, 0, 0) if options.raw_key is None else options.raw_key.stride()[:3]),
-        ),
-        (
-            score_scale * rotation_gain(k_kind, head_size), score_scale, 1.0 / (rotation_gain(v_kind, head_size) * norm),
-            options.sliding_window, options.raw_window, options.raw_sinks, options.raw_ring, num_kv_heads,
-            parameters.splits, parameters.raw_splits,
-        ),
-        (
-            num_query_heads // num_kv_heads, max_query_len, head_size, layout.block_size, parameters.tile, parameters.stages,
-            layout.page == "interleaved", *format_constants(layout.k_format), *format_constants(layout.v_format),
-            bool(options.causal), options.sliding_window > 0, options.raw_key is not None, query.dtype == torch.float16,
-            _signs(k_kind, head_size), _signs(v_kind, head_size), parameters.dependent,
+            group, max_query_len, head_size, layout.block_size, parameters.tile, parameters.stages,
+            layout.page == "interleaved", *format_constants(layout.k_format), *format_constants(layout.v_format), *masks,
+            _signs(k_kind, head_size), parameters.dependent,
         ),
         num_warps=parameters.warps, launch_pdl=parameters.dependent,
     )  # fmt: skip
-    if v_kind == "none":
-        row = slots * head_size
-        strides = (num_query_heads * row, row, head_size, num_query_heads * slots, slots, 1)
-        combine(partial, partial_lse, strides, slots, 1.0, None, out, lse, layout, None, None)
-        return
+    gain = rotation_gain(v_kind, head_size)
+    # H H = head_size: raw rows, rotated by sums alone, times this are rows as stored.
+    raw_gain = 1.0 / (gain * (1 if v_kind == "none" else head_size))
     launch(
         combine_kernel,
-        (num_tokens * num_query_heads,),
-        (partial, partial_lse, out, partial_lse if lse is None else lse),
-        (out.stride(0), out.stride(1)),
-        (rotation_gain(v_kind, head_size), slots),
+        (num_query_heads * (num_seqs * max_query_len if raw else num_tokens),),
         (
-            num_query_heads, head_size, _signs(v_kind, head_size), parameters.merge_rows, lse is not None,
-            parameters.dependent,
+            partial, partial_lse, out, partial_lse if lse is None else lse, query, options.raw_key, options.raw_value,
+            seq_lens, query_start_loc,
+        ),
+        (
+            out.stride(0), out.stride(1), query.stride(0), query.stride(1),
+            *(options.raw_key.stride()[:3] if options.raw_key is not None else (0, 0, 0)),
+        ),
+        (
+            gain, score_scale, raw_gain, options.sliding_window, options.raw_window, options.raw_sinks,
+            options.raw_ring, raw_rows, parameters.splits,
+        ),
+        (
+            num_query_heads, group, max_query_len, head_size, *masks, _signs(v_kind, head_size), parameters.merge_rows,
+            lse is not None, parameters.dependent,
         ),
         num_warps=parameters.merge_warps, launch_pdl=parameters.dependent,
     )  # fmt: skip
