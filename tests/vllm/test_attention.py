@@ -523,7 +523,8 @@ WINDOW_CONFIG = {
         ({"scheduler_config": {"disable_hybrid_kv_cache_manager": True}}, "hybrid KV cache manager"),
         ({"kv_transfer_config": "any"}, "no --kv-transfer-config"),
         ({"cache_config": {"kv_cache_dtype_skip_layers": ["1"], "cache_dtype": INT4}}, "no --kv-cache-dtype-skip-layers"),
-        ({"speculative_config": {"method": "eagle"}}, "no draft model"),
+        ({"speculative_config": {"method": "eagle", "num_speculative_tokens": 4}}, "no draft model"),
+        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 16}}, "at most 15 draft tokens"),
         ({"parallel_config": {"decode_context_parallel_size": 2}}, "no decode context parallelism"),
         ({"model_config": {"is_hybrid": True}}, "no Mamba layers"),
     ],
@@ -579,3 +580,22 @@ def test_companions_have_pages_of_the_packed_ones_size(fmt, dtype, tokens, monke
     )
     groups = get_kv_cache_groups(config, {"0": own, "0.recent": spec})
     assert [(group.layer_names, group.kv_cache_spec) for group in groups] == [(["0"], own), (["0.recent"], spec)]
+
+
+def test_a_graph_reads_the_unquantized_pages_of_the_step_that_it_is_replayed_for():
+    """Catches metadata in new memory, where a captured graph would go on reading the pages of another request."""
+    scheduler = SimpleNamespace(max_num_batched_tokens=8, max_num_seqs=4)
+    layers = {"0.recent": SimpleNamespace(ring=9)}
+    config = SimpleNamespace(scheduler_config=scheduler, compilation_config=SimpleNamespace(static_forward_context=layers))
+    builder = recent.RecentMetadataBuilder(SimpleNamespace(block_size=4), list(layers), config, torch.device("cpu"))
+
+    def build(seq_lens: list[int], first_page: int, slots: list[int]) -> Any:
+        table = first_page + torch.arange(24, dtype=torch.int32).view(2, 12)
+        fields = {"num_reqs": 2, "num_actual_tokens": len(slots), "slot_mapping": torch.tensor(slots)}
+        return builder.build(0, SimpleNamespace(**fields, seq_lens=torch.tensor(seq_lens), block_table_tensor=table))
+
+    captured = build([1, 1], 0, [0, 0])
+    build([17, 41], 100, [407, -1])
+    # Nine tokens lie in at most three pages; block b is page b % 3 of the ring.
+    assert captured.stored.tolist() == [[103, 104, 102], [121, 122, 120]]
+    assert [index.tolist() for index in captured.written] == [[101, 0], [3, 0]]

@@ -273,7 +273,7 @@ class QuantizedAttention:
             self.nibblekv_window_bytes = 0
             config = get_current_vllm_config_or_none()
             if self.nibblekv_settings.window and config is not None:
-                check_window(config)
+                check_window(config, self.longest_decode)
                 row_bytes = 2 * num_kv_heads * head_size * config.model_config.dtype.itemsize
                 ring = self.nibblekv_settings.window + self.longest_decode - 1
                 self.nibblekv_window_bytes = config.scheduler_config.max_num_seqs * ring * row_bytes

@@ -27,8 +27,11 @@ def recent_name(layer_name: str) -> str:
     return f"{layer_name}.recent"
 
 
-def check_window(config: Any) -> None:
-    """Raise NotImplementedError where vLLM could not keep unquantized tokens as this module needs it."""
+def check_window(config: Any, longest_decode: int) -> None:
+    """Raise NotImplementedError where vLLM could not keep unquantized tokens as this module needs it.
+
+    longest_decode: new tokens of a request up to which it is attended from the store as it is.
+    """
     speculative, skipped = config.speculative_config, config.cache_config.kv_cache_dtype_skip_layers
     reasons = {
         "a vLLM release from 0.29 on, in which a layer states the bytes of its pages": not hasattr(
@@ -43,6 +46,9 @@ def check_window(config: Any) -> None:
         "no --kv-cache-dtype-skip-layers, whose pages are of another size": bool(skipped),
         "no draft model beside it (ngram and suffix drafts are served)": (
             speculative is not None and speculative.method not in ("ngram", "ngram_gpu", "suffix")
+        ),
+        f"at most {longest_decode - 1} draft tokens": (
+            speculative is not None and speculative.num_speculative_tokens >= longest_decode
         ),
         "no decode context parallelism": config.parallel_config.decode_context_parallel_size > 1,
         "no Mamba layers in the model": bool(config.model_config.is_hybrid),
