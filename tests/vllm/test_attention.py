@@ -510,7 +510,7 @@ WINDOW_CONFIG = {
     "scheduler_config": {"disable_hybrid_kv_cache_manager": False, "max_num_seqs": 8},
     "cache_config": {"kv_cache_dtype_skip_layers": [], "cache_dtype": INT4},
     "parallel_config": {"decode_context_parallel_size": 1},
-    "model_config": {"is_hybrid": False, "dtype": torch.bfloat16},
+    "model_config": {"is_hybrid": False, "attention_chunk_size": None, "dtype": torch.bfloat16},
     "speculative_config": None,
     "kv_transfer_config": None,
     "additional_config": {"nibblekv": {"window": 32}},
@@ -526,7 +526,8 @@ WINDOW_CONFIG = {
         ({"speculative_config": {"method": "eagle", "num_speculative_tokens": 4}}, "no draft model"),
         ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 16}}, "at most 15 draft tokens"),
         ({"parallel_config": {"decode_context_parallel_size": 2}}, "no decode context parallelism"),
-        ({"model_config": {"is_hybrid": True}}, "no Mamba layers"),
+        ({"model_config": {"is_hybrid": True, "attention_chunk_size": None}}, "no Mamba layers"),
+        ({"model_config": {"is_hybrid": False, "attention_chunk_size": 8192}}, "no chunked local attention"),
     ],
 )
 def test_a_window_that_cannot_be_kept_is_refused_when_the_model_is_built(changed, message, monkeypatch):

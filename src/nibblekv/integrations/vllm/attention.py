@@ -462,9 +462,8 @@ class QuantizedAttention:
                 key=key[tokens], value=value[tokens], host_lengths=split.host_lengths, **raw,
             )  # fmt: skip
         elif recent is not None:
-            for i, (first, last) in enumerate(
-                pairwise(split.starts)
-            ):  # one by one: each needs a ring as long as its queries
+            # One by one: each needs a ring as long as its queries.
+            for i, (first, last) in enumerate(pairwise(split.starts)):
                 starts = split.query_start_loc[i : i + 2] - split.query_start_loc[i]
                 raw = recent.of_prefill(num_decodes + i, last - first)
                 seqs = slice(num_decodes + i, num_decodes + i + 1)

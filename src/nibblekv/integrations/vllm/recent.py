@@ -52,6 +52,9 @@ def check_window(config: Any, longest_decode: int) -> None:
         ),
         "no decode context parallelism": config.parallel_config.decode_context_parallel_size > 1,
         "no Mamba layers in the model": bool(config.model_config.is_hybrid),
+        "no chunked local attention, for which vLLM cuts requests into several": (
+            config.model_config.attention_chunk_size is not None
+        ),
     }
     for expected, refused in reasons.items():
         if refused:
