@@ -99,6 +99,15 @@ def test_ranges_that_cross_tiles(instruction_set: str, options: dict):
     assert_equals_reference(batch, key=batch.key, value=batch.value, **options)
 
 
+@pytest.mark.parametrize(("cap", "scale"), [(0.005, 0.125), (2.0, 50.0)])
+@pytest.mark.parametrize("raw_chunk", [False, True], ids=["stored", "raw"])
+def test_softcap_far_exceeded(instruction_set: str, cap: float, scale: float, raw_chunk: bool):
+    """Case 12. Catches tanh written as (e^2x - 1) / (e^2x + 1): infinity over infinity where |score / cap| > 44."""
+    batch = Batch.make(KVCacheLayout.create("int4", num_kv_heads=2, head_size=64), [21, 9], [3, 1], 4)
+    own = {"key": batch.key, "value": batch.value} if raw_chunk else {}
+    assert_equals_reference(batch, softcap=cap, softmax_scale=scale, **own)
+
+
 @pytest.mark.parametrize(("kv_heads", "group"), [(1, 1), (1, 40), (3, 3), (2, 7), (5, 8), (1, 12), (2, 33)])
 def test_any_gqa_ratio(instruction_set: str, kv_heads: int, group: int):
     """Catches rows lost where a group is no multiple of the kernels' tiles of 4 and 32 rows."""
@@ -216,6 +225,21 @@ def test_bytes_that_are_not_visible_change_nothing(instruction_set: str, format:
         hidden.key_cache[page, slot], hidden.value_cache[page, slot] = POISON, POISON
         hidden.k_scale_cache[page, slot] = hidden.v_scale_cache[page, slot] = -1
     assert torch.equal(batch.attend(backend="cpu", sliding_window=40), expected)
+
+
+@pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("page", [-1, "beyond", 2**31 - 1])
+def test_a_page_that_the_cache_lacks_is_refused_before_anything_is_read(index: torch.dtype, page: int | str):
+    """Catches kernels that read outside the cache: they look themselves, once for all pages of a call."""
+    batch = Batch.make(KVCacheLayout.create("int4", num_kv_heads=2, head_size=64), [37, 20], [1, 2], 4)
+    num_blocks = batch.kv_cache.shape[0]
+    batch.block_table[1, 1] = num_blocks if page == "beyond" else page
+    batch.block_table = batch.block_table.to(index)
+    out = torch.full_like(batch.query, torch.nan)
+    for own in ({}, {"key": batch.key, "value": batch.value}):
+        with pytest.raises(ValueError, match=f"block_table: expected pages 0 to {num_blocks - 1}, got"):
+            batch.attend(backend="cpu", out=out, **own)
+        assert out.isnan().all()
 
 
 def test_a_row_that_sees_nothing(instruction_set: str):

@@ -468,8 +468,11 @@ def test_value_scales_beyond_float16(scale: float) -> None:
 
 
 def test_batch_invariant_rows_are_bitwise_equal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Case 16: the same sequence alone, and beside longer ones with more queries."""
+    """Case 16: the same sequence alone, and beside longer ones with more queries. Splits to fill the device would differ."""
     monkeypatch.setattr(attention, "INVARIANT_SPLIT", 128)
+    monkeypatch.setattr(attention, "multiprocessors", lambda device: 4)
+    splits = [attention.choose_config(create(), n, 4, 1, 290, False, DEVICE).num_splits for n in (1, 2)]
+    assert splits[0] != splits[1]
     options = AttentionOptions(softmax_scale=0.125, batch_invariant=True)
     alone = make_batch(create(), [1], [150])
     among = make_batch(create(), [1, 6], [150, 290])

@@ -115,7 +115,7 @@ def graph_time(calls: Sequence[Callable[[], Any]], replays: int = 15) -> float:
     return statistics.median(times)
 
 
-def host_time(call: Callable[[], Any], bursts: int = 9) -> float:
+def host_time(call: Callable[[], Any], bursts: int = 41) -> float:
     """Return the median host microseconds of an eager call that nothing waits for."""
     times = []
     for _ in range(bursts + 1):

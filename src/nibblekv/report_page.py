@@ -84,7 +84,9 @@ def render(record: dict[str, Any], folder: Path) -> list[Path]:
     with matplotlib.rc_context(_STYLE):
         for name, plot in plots.items():
             paths.append(folder / f"{name}.svg")
-            plot(record, rows).savefig(paths[-1], bbox_inches="tight", facecolor="white", metadata={"Date": None})
+            figure = plot(record, rows)
+            figure.tight_layout()
+            figure.savefig(paths[-1], bbox_inches="tight", facecolor="white", metadata={"Date": None})
     text = _page(record, rows)
     with tempfile.NamedTemporaryFile("w", dir=folder, prefix=f".{PAGE}-", delete=False) as file:
         file.write(text)
@@ -118,12 +120,10 @@ def _looks(rows: list[Row], quoted: Sequence[Row] = ()) -> dict[str, dict[str, A
 
 
 def _plot_glance(record: dict[str, Any], rows: list[Row]) -> Figure:
-    from matplotlib.figure import Figure
-
     best = _headline(rows)
     plain = next(row for row in rows if row["format"] == "none")
     ordered = sorted(rows, key=lambda row: (row["format"] != "none", 1 - row["top1"]))
-    figure = Figure(figsize=(9, 0.38 * len(rows) + 1.5))
+    figure = _figure(0.38 * len(rows) + 1.5)
     memory, changed = figure.subplots(1, 2, sharey=True)
     names = ["not quantized (16 bit)" if row["format"] == "none" else row["format"] for row in ordered]
     colors = [
@@ -160,7 +160,6 @@ def _plot_glance(record: dict[str, Any], rows: list[Row]) -> Figure:
     if any(row["format"].startswith("hf-") for row in rows):
         legend += ", orange: the quantized caches of transformers"
     figure.text(0.5, 0.0, legend, ha="center", va="top", color="#555555")
-    figure.tight_layout()
     return figure
 
 
@@ -172,11 +171,9 @@ def _glance_sentence(record: dict[str, Any], rows: list[Row]) -> str:
 
 
 def _plot_kl(record: dict[str, Any], rows: list[Row]) -> Figure:
-    from matplotlib.figure import Figure
-
     quoted = record["quoted"]["rows"] if record.get("quoted") else []
     looks = _looks(rows, quoted)
-    figure = Figure(figsize=(9, 4.2))
+    figure = _figure(4.2)
     panels = figure.subplots(1, 3)
     for axes, key, title in zip(panels, ("kl_mean", "kl_p99", "kl_p999"), ("mean", "99 %", "99.9 %"), strict=True):
         for row in [*rows, *quoted]:
@@ -188,16 +185,12 @@ def _plot_kl(record: dict[str, Any], rows: list[Row]) -> Figure:
         axes.set_xlabel("bits per value held")
         axes.set_title(title)
     panels[0].set_ylabel("KL to the unquantized cache, nats")
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="upper center", bbox_to_anchor=(0.5, 0.0), ncols=4)
-    figure.tight_layout()
+    _legend_below(figure, panels[0])
     return figure
 
 
 def _plot_position(record: dict[str, Any], rows: list[Row]) -> Figure:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 3.4))
+    figure = _figure(3.4)
     axes = figure.subplots()
     for format, look in _looks(rows).items():
         bins = next(row["by_position"] for row in rows if row["format"] == format)
@@ -206,14 +199,11 @@ def _plot_position(record: dict[str, Any], rows: list[Row]) -> Figure:
     axes.set_xlabel("position in the text, tokens")
     axes.set_ylabel("next token the same, %")
     _legend_beside(axes)
-    figure.tight_layout()
     return figure
 
 
 def _plot_needles(record: dict[str, Any], rows: list[Row]) -> Figure:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 3.4))
+    figure = _figure(3.4)
     axes = figure.subplots()
     looks = _looks(rows)
     for row in rows:
@@ -230,14 +220,11 @@ def _plot_needles(record: dict[str, Any], rows: list[Row]) -> Figure:
     axes.set_xlabel("context, tokens")
     axes.set_ylabel("needles found, %")
     _legend_beside(axes)
-    figure.tight_layout()
     return figure
 
 
 def _plot_continuations(record: dict[str, Any], rows: list[Row]) -> Figure:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 3.6))
+    figure = _figure(3.6)
     intact, same = figure.subplots(1, 2)
     steps = record["sizes"]["new_tokens"]
     looks = _looks(rows)
@@ -256,10 +243,20 @@ def _plot_continuations(record: dict[str, Any], rows: list[Row]) -> Figure:
     for axes in (intact, same):
         axes.set_xlabel("generated tokens")
         axes.set_ylim(0, 103)
-    handles, labels = intact.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="upper center", bbox_to_anchor=(0.5, 0.0), ncols=4)
-    figure.tight_layout()
+    _legend_below(figure, intact)
     return figure
+
+
+def _figure(height: float) -> Figure:
+    """Return an empty figure of the page's width."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(9, height))
+
+
+def _legend_below(figure: Figure, axes: Axes) -> None:
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="upper center", bbox_to_anchor=(0.5, 0.0), ncols=4)
 
 
 def _legend_beside(axes: Axes) -> None:
