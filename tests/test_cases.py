@@ -17,7 +17,7 @@ from nibblekv import FORMATS, KVCacheLayout, reshape_and_cache
 from nibblekv.backends import get_backend
 
 TESTS = Path(__file__).parent
-PAGE = (TESTS.parent / "docs" / "cases.md").read_text()
+PAGE = (TESTS.parent / "docs" / "cases.md").read_text().partition("## Broken once")[0]
 ROWS = re.findall(r"^\| (\d+) \| (.+?) \| (.+) \|$", PAGE, re.MULTILINE)
 NUM_CASES = 30
 

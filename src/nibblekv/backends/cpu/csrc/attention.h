@@ -22,10 +22,10 @@ struct Workspace {  // one per thread
   alignas(64) float query_raw[kMaxRows * kMaxHeadSize];
   alignas(64) int32_t operand[kMaxRows * kMaxHeadSize / 2];
   alignas(64) float scores[kMaxRows * kTile];  // then weights
-  alignas(64) int32_t quads[4 * kTile], pairs[4 * kTile * 4];  // of weights, 4 rows; see ValueRow
+  alignas(64) int32_t quads[4 * kTile];  // of weights, 4 rows; see ValueRow
   alignas(64) float keys[kMaxHeadSize * kTile];  // [dimension][token]
   alignas(64) float values[kTile * kMaxHeadSize];  // [token][dimension]
-  alignas(64) uint8_t key_codes[kMaxHeadSize * 32 + 16 * 64];  // of two groups
+  alignas(64) uint8_t key_codes[2][kMaxHeadSize * 32 + 16 * 64];  // of two groups, and of the next two
   alignas(64) uint8_t value_codes[kMaxHeadSize * kTile];
   alignas(64) float k_scale[kTile], k_bias[kTile], v_scale[kTile], v_bias[kTile];
   float float8[256];
@@ -58,12 +58,14 @@ struct Context {  // of one item
   const Geometry& g;
   const Item& item;
   Workspace& w;
-  int64_t group, begin, query_len, seq_len, context_len, paged_len, rows, value_width;
+  int64_t group, begin, query_len, seq_len, context_len, paged_len, rows;
+  int64_t value_width, page_values;  // of accumulators: unquantized values, and those of pages
   bool causal, special, own, ring, raw, k_int, v_int;  // own: the queries' own rows, ring: raw_key, raw: one of them
   float factor;  // of the operands: softmax_scale, and log2(e) unless options need natural units
   float sum[kMaxRows];  // of the rotated query, times factor
   float operand_scale[kMaxRows];
   int32_t center[kMaxRows];
+  int64_t query_of[kMaxRows];
   float decay[kMaxRows];
 
   Context(const AttentionArgs& args, const Item& it)
@@ -83,9 +85,13 @@ struct Context {  // of one item
     factor = static_cast<float>(a.softmax_scale) * (special ? 1.0f : kLog2e);
     k_int = NKV_AVX512 && g.k.code != kFp8;
     v_int = NKV_AVX512 && g.v.code != kFp8;
-    value_width = (g.v.head_size + 15) / 16 * 16;
+    value_width = page_values = (g.v.head_size + 15) / 16 * 16;
+#if NKV_AVX512
+    if (v_int) page_values = value_accumulator_size(g.v.row_bytes, g.v.code == kUint4);
+#endif
+    for (int64_t r = 0; r < rows; ++r) query_of[r] = (item.row0 + r) / group;
   }
-  int64_t query(int64_t r) const { return (item.row0 + r) / group; }
+  int64_t query(int64_t r) const { return query_of[r]; }
   int64_t head(int64_t r) const { return item.head * group + (item.row0 + r) % group; }
   int64_t position(int64_t r) const { return context_len + query(r); }
 
@@ -162,53 +168,80 @@ NKV_INLINE v16 load_words(const Side& side, const uint8_t* p, float* scale, floa
     s = (v16)word;
   }
   if (side.code == kUint4) b = fma16(s, splat(static_cast<float>(1 << (side.bits - 1))), b);
-  const v16 zero = (s - s) + (b - b);
+  const v16 zero = fma16(s, (v16){}, b * (v16){});
+#if NKV_AVX512
+  const __mmask16 good = _mm512_cmp_ps_mask((__m512)zero, (__m512)zero, _CMP_ORD_Q);
+  _mm512_store_ps(scale, _mm512_maskz_mov_ps(good, (__m512)s));
+  _mm512_store_ps(bias, _mm512_maskz_mov_ps(good, (__m512)b));
+#else
   const i16 good = zero == zero;
   store16(scale, (v16)((i16)s & good));
   store16(bias, (v16)((i16)b & good));
+#endif
   return zero;
 }
 
 #if NKV_AVX512
 constexpr float kSmallestOperand = 0x1p-110f;  // kLargestOperand divided by anything above is finite
 
-NKV_INLINE void split_operand(__m512 x, float inverse, __m512i* high, __m512i* low) {
-  const __m512i q = _mm512_cvtps_epi32(_mm512_mul_ps(x, _mm512_set1_ps(inverse)));
-  *high = _mm512_srai_epi32(_mm512_add_epi32(q, _mm512_set1_epi32(128)), 8);
-  *low = _mm512_sub_epi32(q, _mm512_slli_epi32(*high, 8));
+NKV_INLINE __m512i round_operand(__m512 x, float inverse) {
+  return _mm512_cvtps_epi32(_mm512_mul_ps(x, _mm512_set1_ps(inverse)));
 }
 
-// The bytes of one query for dot_keys; see KeyRow.
+NKV_INLINE void split_operand(__m512i q, __m128i* high, __m128i* low) {
+  const __m512i h = _mm512_srai_epi32(_mm512_add_epi32(q, _mm512_set1_epi32(128)), 8);
+  *high = _mm512_cvtepi32_epi8(h);
+  *low = _mm512_cvtepi32_epi8(q);  // minus 256 h
+}
+
+// The bytes of one query for the dot products; see KeyRow. Sums wrap, as the dot products do that they are taken from.
 static void make_operand(Context& c, int64_t r) {
   const int64_t n = c.g.k.head_size;
   const bool nibbles = c.g.k.code == kUint4;
   const float* x = c.w.query_rotated + r * kMaxHeadSize;
+  auto load = [&](int64_t d) { return _mm512_maskz_loadu_ps(n - d >= 16 ? 0xFFFF : n > d ? 0x00FF : 0, x + d); };
   __m512 top = _mm512_setzero_ps();
-  for (int64_t d = 0; d < n; d += 16)
-    top = _mm512_max_ps(top, _mm512_abs_ps(_mm512_maskz_loadu_ps(n - d >= 16 ? 0xFFFF : 0x00FF, x + d)));
-  const float largest = _mm512_reduce_max_ps(top);
-  const float inverse = largest > kSmallestOperand ? kLargestOperand / largest : 0.0f;
-  int32_t sum = 0;
-  int8_t* bytes = reinterpret_cast<int8_t*>(c.w.operand + r * kMaxHeadSize / 2);
-  alignas(64) int32_t high[kMaxHeadSize], low[kMaxHeadSize];
-  for (int64_t d = 0; d < n; d += 16) {  // the workspace is a multiple of 16 wide; beyond n only scratch
-    __m512i h, l;
-    split_operand(_mm512_loadu_ps(x + d), inverse, &h, &l);
-    _mm512_store_si512(high + d, h);
-    _mm512_store_si512(low + d, l);
+  for (int64_t d = 0; d < n; d += 16) top = _mm512_max_ps(top, _mm512_abs_ps(load(d)));
+  const float largest = _mm512_reduce_max_ps(top), limit = nibbles ? kLargestNibbles : kLargestOperand;
+  const float inverse = largest > kSmallestOperand ? limit / largest : 0.0f;
+  __m128i* out = reinterpret_cast<__m128i*>(c.w.operand + r * kMaxHeadSize / 2);
+  __m512i center = _mm512_setzero_si512();
+  if (nibbles) {
+    const __m512i even_lanes = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+    const __m512i odd_lanes = _mm512_add_epi32(even_lanes, _mm512_set1_epi32(1));
+    const __m512 scale = _mm512_set1_ps(inverse), sixteenth = _mm512_set1_ps(0.0625f);
+    for (int64_t d = 0; d < n; d += 32, out += 4) {
+      const __m512 a = load(d), b = load(d + 16);
+      const __m512i byte = round_operand(_mm512_permutex2var_ps(a, odd_lanes, b), inverse);
+      const __m512 even = _mm512_mul_ps(_mm512_permutex2var_ps(a, even_lanes, b), scale);
+      const __m512i rest = _mm512_cvtps_epi32(_mm512_fnmadd_ps(_mm512_cvtepi32_ps(byte), sixteenth, even));
+      center = _mm512_add_epi32(center, _mm512_add_epi32(_mm512_slli_epi32(rest, 7), _mm512_mullo_epi32(byte, _mm512_set1_epi32(136))));
+      __m128i even_high, even_low, byte_high, byte_low;
+      split_operand(rest, &even_high, &even_low);
+      split_operand(byte, &byte_high, &byte_low);
+      const __m128i e0 = _mm_unpacklo_epi32(even_high, even_low), e1 = _mm_unpackhi_epi32(even_high, even_low);
+      const __m128i b0 = _mm_unpacklo_epi32(byte_high, byte_low), b1 = _mm_unpackhi_epi32(byte_high, byte_low);
+      _mm_store_si128(out, _mm_unpacklo_epi64(e0, b0));
+      _mm_store_si128(out + 1, _mm_unpackhi_epi64(e0, b0));
+      _mm_store_si128(out + 2, _mm_unpacklo_epi64(e1, b1));
+      _mm_store_si128(out + 3, _mm_unpackhi_epi64(e1, b1));
+    }
+  } else {
+    for (int64_t d = 0; d < n; d += 16, out += 2) {
+      const __m512i q = round_operand(load(d), inverse);
+      center = _mm512_add_epi32(center, _mm512_slli_epi32(q, 7));
+      __m128i high, low;
+      split_operand(q, &high, &low);
+      _mm_store_si128(out, _mm_unpacklo_epi32(high, low));
+      _mm_store_si128(out + 1, _mm_unpackhi_epi32(high, low));
+    }
   }
-  for (int64_t d = 0; d < n; ++d) {
-    sum += 256 * high[d] + low[d];
-    int8_t* p = nibbles ? bytes + d / 8 * 16 + (d & 1) * 8 + (d % 8) / 2 : bytes + d / 4 * 8 + d % 4;
-    p[0] = static_cast<int8_t>(high[d]);
-    p[4] = static_cast<int8_t>(low[d]);
-  }
-  // Wraps for 8-bit codes, as the sums that it is taken from do.
-  c.center[r] = static_cast<int32_t>(static_cast<uint32_t>(sum) * (nibbles ? 8u : 128u));
-  c.operand_scale[r] = largest / kLargestOperand;
+  c.center[r] = _mm512_reduce_add_epi32(center);
+  c.operand_scale[r] = largest / limit * (nibbles ? 0.0625f : 1.0f);
 }
 
-static void spread_keys(const Side& k, const uint8_t* rows, uint8_t* dst) {
+// Rows of another pitch than their bytes, of 8-bit codes or of less than 4 bits.
+__attribute__((noinline)) static void spread_any_keys(const Side& k, const uint8_t* rows, uint8_t* dst) {
   alignas(64) uint8_t wide[kWideBytes];
   int64_t stride = k.slot_stride, bytes = k.row_bytes;
   rows = widen_rows(k, rows, &stride, wide);
@@ -220,7 +253,7 @@ static void spread_keys(const Side& k, const uint8_t* rows, uint8_t* dst) {
     transpose_keys<false, true>(rows, stride, bytes, dst);
 }
 
-static void spread_values(const Side& v, const uint8_t* rows, int64_t group, uint8_t* dst) {
+__attribute__((noinline)) static void spread_any_values(const Side& v, const uint8_t* rows, int64_t group, uint8_t* dst) {
   alignas(64) uint8_t wide[kWideBytes];
   int64_t stride = v.slot_stride, bytes = v.row_bytes;
   rows = widen_rows(v, rows, &stride, wide);
@@ -232,6 +265,27 @@ static void spread_values(const Side& v, const uint8_t* rows, int64_t group, uin
     interleave_values<false, true>(rows, stride, bytes, group, dst);
 }
 
+// Bytes of a row of 4-bit codes that lies close to the next one, so that addresses are constants; else 0.
+NKV_INLINE int64_t close_rows(const Side& side) {
+  return side.code == kUint4 && side.bits == 4 && side.slot_stride == side.row_bytes ? side.row_bytes : 0;
+}
+
+NKV_INLINE void spread_keys(const Side& k, const uint8_t* rows, uint8_t* dst) {
+  switch (close_rows(k)) {
+    case 32: transpose_keys<false, true>(rows, 32, 32, dst); break;
+    case 64: transpose_keys<false, true>(rows, 64, 64, dst); break;
+    default: spread_any_keys(k, rows, dst);
+  }
+}
+
+NKV_INLINE void spread_values(const Side& v, const uint8_t* rows, int64_t group, uint8_t* dst) {
+  switch (close_rows(v)) {
+    case 32: interleave_values<false, true>(rows, 32, 32, group, dst); break;
+    case 64: interleave_values<false, true>(rows, 64, 64, group, dst); break;
+    default: spread_any_values(v, rows, group, dst);
+  }
+}
+
 static void score_pages_int(Context& c, const Pages& pages, int64_t groups, const Pages& next, int64_t next_groups,
                             Prefetches& ahead) {
   const bool nibbles = c.g.k.code == kUint4;
@@ -239,10 +293,19 @@ static void score_pages_int(Context& c, const Pages& pages, int64_t groups, cons
   KeyRow rows[kMaxRows];
   for (int64_t r = 0; r < c.rows; ++r)
     rows[r] = {c.w.operand + r * kMaxHeadSize / 2, c.center[r], c.operand_scale[r], c.sum[r]};
-  uint8_t* keys = c.w.key_codes;
-  for (int64_t g = 0; g < groups; g += 2) {  // beyond an odd count of groups, scores of scratch that nobody reads
+  auto spread = [&](int64_t g) {
+    uint8_t* keys = c.w.key_codes[g / 2 % 2];
     spread_keys(c.g.k, pages.k[g], keys);
     if (g + 1 < groups) spread_keys(c.g.k, pages.k[g + 1], keys + dwords * 64);
+  };
+  spread(0);
+  for (int64_t g = 0; g < groups; g += 2) {  // beyond an odd count of groups, scores of scratch that nobody reads
+    // What the dot products below do not wait for: shuffles keep one of the two ports for vectors busy, and while they wait
+    // for memory, neither.
+    if (g + 2 < groups) spread(g + 2);
+    if (c.v_int)
+      for (int64_t i = g; i < min64(g + 2, groups); ++i) spread_values(c.g.v, pages.v[i], i, c.w.value_codes);
+    const uint8_t* keys = c.w.key_codes[g / 2 % 2];
     for (int64_t i = g; i < min64(g + 2, next_groups); ++i) {
       __builtin_prefetch(next.k_words[i]);
       __builtin_prefetch(next.v_words[i]);
@@ -252,10 +315,10 @@ static void score_pages_int(Context& c, const Pages& pages, int64_t groups, cons
     for (int64_t r = 0; r < c.rows; r += 4) {
       ahead = begin;
       float* out = c.w.scores + r * kTile + 16 * g;
-#define NKV_CASE(N)                                                                        \
-  case N:                                                                                  \
-    nibbles ? dot_keys<N, true>(keys, dwords, rows + r, scale, bias, out, ahead)           \
-            : dot_keys<N, false>(keys, dwords, rows + r, scale, bias, out, ahead);         \
+#define NKV_CASE(N)                                                                    \
+  case N:                                                                              \
+    nibbles ? dot_nibble_keys<N>(keys, dwords, rows + r, scale, bias, out, ahead)      \
+            : dot_byte_keys<N>(keys, dwords, rows + r, scale, bias, out, ahead);       \
     break;
       switch (min64(4, c.rows - r)) { NKV_CASE(1) NKV_CASE(2) NKV_CASE(3) NKV_CASE(4) }
 #undef NKV_CASE
@@ -384,18 +447,16 @@ NKV_INLINE __m512 exp2_table(__m512 x) {
   return _mm512_maskz_scalef_ps(alive, _mm512_mul_ps(p, _mm512_permutexvar_ps(_mm512_castps_si512(shifted), table)), rounded);
 }
 
-// The same, but the weights become 16-bit integers, for dot_values: `quads` and `pairs` of `row`, which is filled in place
+// The same, but the weights become 16-bit integers, for dot_values: `quads` of `row`, which is filled in place
 // (a record returned by value is copied in one load, which waits for the narrow stores before it: a tenth of the time).
 // largest: of |v_scale| in the tile.
 static void softmax_row_int(Context& c, int64_t r, int64_t first, int64_t n, const Bits& bits, Seen seen, float largest,
-                            int32_t* quads, int32_t* pairs, ValueRow& row) {
+                            int32_t* quads, ValueRow& row) {
   Workspace& w = c.w;
   float* s = w.scores + r * kTile;
   Partial& state = w.states.row[r];
   const int64_t padded = (n + 15) / 16 * 16;
-  const bool half = half_chunk(c.g.v.row_bytes);
   row.quads = quads;
-  row.pairs = pairs;
   row.sum = 0;
   row.scale = 0.0f;
   row.decay = 1.0f;
@@ -421,13 +482,11 @@ static void softmax_row_int(Context& c, int64_t r, int64_t first, int64_t n, con
     if (seen != kNone)
       for (int64_t t = 0; t < padded; t += 16) state.nan |= any_nan(load16(s + t));
     memset(quads, 0, padded * sizeof(int32_t));
-    if (half) memset(pairs, 0, 4 * padded * sizeof(int32_t));
     return;
   }
   const __m512i bytes = _mm512_broadcast_i32x4(_mm_set_epi8(-1, -1, -1, -1, -1, -1, -1, -1, 12, 8, 4, 0, 13, 9, 5, 1));
   const __m512i flip = _mm512_broadcast_i32x4(_mm_set_epi32(0, 0, static_cast<int>(0x80808080), 0));
-  const __m512i high_pair = _mm512_set_epi32(4, 4, 4, 4, 4, 4, 4, 4, 0, 0, 0, 0, 0, 0, 0, 0);
-  const __m512i one = _mm512_set1_epi32(1), eight = _mm512_set1_epi32(8), ones = _mm512_set1_epi8(1);
+  const __m512i ones = _mm512_set1_epi8(1);
   // Adding 1.5 * 2^23 leaves an integer in the low bits; with 128 more, its second byte is the high byte of the weight and its
   // first the low one with the sign bit flipped.
   const __m512 magic = _mm512_set1_ps(12582912.0f + 128.0f);
@@ -443,13 +502,6 @@ static void softmax_row_int(Context& c, int64_t r, int64_t first, int64_t n, con
     const __m512i split = _mm512_xor_si512(_mm512_shuffle_epi8(q, bytes), flip);
     dot4(sums, ones, split);
     _mm512_store_si512(quads + t, split);
-    if (half) {
-      const __m512i low_pair = _mm512_add_epi32(high_pair, one);
-      _mm512_store_si512(pairs + 4 * t, _mm512_permutexvar_epi32(high_pair, split));
-      _mm512_store_si512(pairs + 4 * t + 16, _mm512_permutexvar_epi32(low_pair, split));
-      _mm512_store_si512(pairs + 4 * t + 32, _mm512_permutexvar_epi32(_mm512_add_epi32(high_pair, eight), split));
-      _mm512_store_si512(pairs + 4 * t + 48, _mm512_permutexvar_epi32(_mm512_add_epi32(low_pair, eight), split));
-    }
   }
   const float m = highest > state.m ? highest : state.m;
   const float gain = highest == m ? 1.0f : exp2f(highest - m), sum = _mm512_reduce_add_ps(total);
@@ -472,15 +524,15 @@ static void weigh_pages_int(Context& c, const Pages& pages, int64_t first, int64
   __m512 scale = _mm512_setzero_ps();
   for (int64_t i = 0; i < groups; ++i) scale = _mm512_max_ps(scale, _mm512_abs_ps(_mm512_load_ps(c.w.v_scale + 16 * i)));
   const float largest = _mm512_reduce_max_ps(scale);
-  for (int64_t i = 0; i < groups; ++i) spread_values(c.g.v, pages.v[i], i, values);
+  if (!c.k_int)
+    for (int64_t i = 0; i < groups; ++i) spread_values(c.g.v, pages.v[i], i, values);
   const Prefetches begin = ahead;
   for (int64_t r = 0; r < c.rows; r += 4) {
     ahead = begin;
     ValueRow rows[4];
     const int64_t count = min64(4, c.rows - r), bytes = c.g.v.row_bytes, quads = groups * 4;
     for (int64_t i = 0; i < count; ++i)
-      softmax_row_int(c, r + i, first, n, bits[r + i], seen[r + i], largest, c.w.quads + i * kTile, c.w.pairs + i * 4 * kTile,
-                      rows[i]);
+      softmax_row_int(c, r + i, first, n, bits[r + i], seen[r + i], largest, c.w.quads + i * kTile, rows[i]);
 #define NKV_CASE(N)                                                              \
   case N:                                                                        \
     nibbles ? dot_values<N, true>(values, bytes, quads, rows, ahead)             \
@@ -496,14 +548,19 @@ static void find_pages(const Context& c, int64_t first, int64_t groups, Pages* p
   const AttentionArgs& a = c.a;
   const uint8_t* table = a.block_table + c.item.seq * a.block_table_row;
   const Side &k = c.g.k, &v = c.g.v;
+  const int64_t head = c.item.head;
+  const uint8_t* k_codes = a.kv_cache + k.codes_offset + head * k.head_stride;
+  const uint8_t* v_codes = a.kv_cache + v.codes_offset + head * v.head_stride;
+  const uint8_t* k_words = a.kv_cache + k.words_offset + head * k.word_head_stride;
+  const uint8_t* v_words = a.kv_cache + v.words_offset + head * v.word_head_stride;
   int64_t page = first / c.g.block_size, slot = first % c.g.block_size;
   for (int64_t i = 0; i < groups; ++i, slot += 16) {
     if (slot == c.g.block_size) slot = 0, ++page;
     const int64_t block = load_index(table, a.block_table_col, a.block_table_is_64, page);
-    p->k[i] = a.kv_cache + k.codes_offset + block * k.block_stride + slot * k.slot_stride + c.item.head * k.head_stride;
-    p->v[i] = a.kv_cache + v.codes_offset + block * v.block_stride + slot * v.slot_stride + c.item.head * v.head_stride;
-    p->k_words[i] = a.kv_cache + k.words_offset + block * k.word_block_stride + slot * k.word_slot_stride + c.item.head * k.word_head_stride;
-    p->v_words[i] = a.kv_cache + v.words_offset + block * v.word_block_stride + slot * v.word_slot_stride + c.item.head * v.word_head_stride;
+    p->k[i] = k_codes + block * k.block_stride + slot * k.slot_stride;
+    p->v[i] = v_codes + block * v.block_stride + slot * v.slot_stride;
+    p->k_words[i] = k_words + block * k.word_block_stride + slot * k.word_slot_stride;
+    p->v_words[i] = v_words + block * v.word_block_stride + slot * v.word_slot_stride;
   }
 }
 
@@ -645,10 +702,9 @@ static void attend_raw(Context& c, int64_t first, int64_t n, bool own, const Bit
   for (int64_t r = 0; r < c.rows; ++r) softmax_row(c, r, first, n, bits[r], seen[r]);
   memcpy(c.sum, sums, sizeof sums);
   weigh_float(c, w.states.raw, padded);
-  const int64_t pages = c.v_int ? kMaxHeadSize : c.value_width;
   for (int64_t r = 0; r < c.rows; ++r)  // the other accumulator has the same unit
     if (c.decay[r] != 1.0f)
-      for (int64_t d = 0; d < pages; ++d) w.states.pages[r * kMaxHeadSize + d] *= c.decay[r];
+      for (int64_t d = 0; d < c.page_values; ++d) w.states.pages[r * kMaxHeadSize + d] *= c.decay[r];
 }
 
 static void load_queries(Context& c) {
@@ -681,8 +737,9 @@ static void load_queries(Context& c) {
 
 static void reset(Context& c, States& s) {
   for (int64_t r = 0; r < c.rows; ++r) s.row[r] = {-INFINITY, 0, 0.0, 0.0};
-  memset(s.pages, 0, c.rows * kMaxHeadSize * sizeof(float));
-  if (c.raw) memset(s.raw, 0, c.rows * kMaxHeadSize * sizeof(float));
+  for (int64_t r = 0; r < c.rows; ++r) memset(s.pages + r * kMaxHeadSize, 0, c.page_values * sizeof(float));
+  if (c.raw)
+    for (int64_t r = 0; r < c.rows; ++r) memset(s.raw + r * kMaxHeadSize, 0, c.value_width * sizeof(float));
 }
 
 // into = into + from, one row; n floats of each accumulator.
@@ -734,7 +791,12 @@ static void attend_split(Context& c, int64_t from, int64_t to, bool last) {
   Pages pages, next;
   auto see = [&](int64_t first, int64_t n, Form form) {
     bool any = false;
-    for (int64_t r = 0; r < c.rows; ++r) any |= (seen[r] = c.visible(r, first, n, form, &bits[r])) != kNone;
+    for (int64_t r = 0; r < c.rows; ++r) {
+      if (r > 0 && c.query(r) == c.query(r - 1))
+        seen[r] = seen[r - 1], bits[r] = bits[r - 1];
+      else
+        any |= (seen[r] = c.visible(r, first, n, form, &bits[r])) != kNone;
+    }
     return any;
   };
   auto raw_tiles = [&](int64_t first, int64_t end, bool own) {
@@ -784,12 +846,12 @@ static void attend(const Plan& plan, const Item& item) {
         const int64_t slot = item.partial + (split - item.first_split) * c.rows + r;
         plan.partials[slot] = w.states.row[r];
         float* to = plan.accumulators + slot * plan.accumulator_size;
-        memcpy(to, pages, kMaxHeadSize * sizeof(float));
-        if (c.raw) memcpy(to + kMaxHeadSize, raw, kMaxHeadSize * sizeof(float));
+        memcpy(to, pages, c.page_values * sizeof(float));
+        if (c.raw) memcpy(to + kMaxHeadSize, raw, c.value_width * sizeof(float));
       } else if (fold_here) {
         Partial copy = w.total.row[r];
-        fold(&copy, w.states.row[r], kMaxHeadSize, w.total.pages + r * kMaxHeadSize, pages);
-        if (c.raw) fold(&w.total.row[r], w.states.row[r], kMaxHeadSize, w.total.raw + r * kMaxHeadSize, raw);
+        fold(&copy, w.states.row[r], c.page_values, w.total.pages + r * kMaxHeadSize, pages);
+        if (c.raw) fold(&w.total.row[r], w.states.row[r], c.value_width, w.total.raw + r * kMaxHeadSize, raw);
         w.total.row[r] = copy;
       }
     }
@@ -812,8 +874,8 @@ static void merge(const Plan& plan, const Item& item) {
       const int64_t slot = item.partial + split * c.rows + r;
       const float* from = plan.accumulators + slot * plan.accumulator_size;
       Partial copy = w.total.row[r];
-      fold(&copy, plan.partials[slot], kMaxHeadSize, pages, from);
-      if (c.raw) fold(&w.total.row[r], plan.partials[slot], kMaxHeadSize, raw, from + kMaxHeadSize);
+      fold(&copy, plan.partials[slot], c.page_values, pages, from);
+      if (c.raw) fold(&w.total.row[r], plan.partials[slot], c.value_width, raw, from + kMaxHeadSize);
       w.total.row[r] = copy;
     }
     write_row_out(c, r, w.total.row[r], pages, c.raw ? raw : nullptr);

@@ -98,7 +98,8 @@ NKV_INLINE void interleave4(const __m512i* r, __m512i* u) {  // byte k of four r
 }
 
 // 16 rows of the tile's token group -> dst[chunk][u][quad of tokens]: lane 4L + j of vector u holds byte 16L + 4u + j of
-// the chunk, once for each token of the quad. In a half chunk the upper lanes hold the same bytes of the next quad.
+// the chunk, once for each token of the quad. A half chunk has two vectors: its 32 bytes fill the lanes of 0 and 1, then of
+// 2 and 3.
 template <bool kSigned, bool kWhole>
 NKV_INLINE void interleave_values(const uint8_t* rows, int64_t stride, int64_t row_bytes, int64_t group, uint8_t* dst) {
   const int64_t full = full_chunks(row_bytes);
@@ -124,8 +125,12 @@ NKV_INLINE void interleave_values(const uint8_t* rows, int64_t stride, int64_t r
       for (int i = 0; i < 4; ++i)
         r[i] = load_two<kSigned, kWhole>(rows + (8 * q + i) * stride + 64 * full, rows + (8 * q + 4 + i) * stride + 64 * full, mask);
       interleave4(r, u);
-#pragma GCC unroll 4
-      for (int i = 0; i < 4; ++i) _mm512_store_si512(base + (i * (kQuads / 2) + group * 2 + q) * 64, u[i]);
+#pragma GCC unroll 2
+      for (int i = 0; i < 2; ++i) {
+        uint8_t* o = base + (i * kQuads + group * 4 + 2 * q) * 64;
+        _mm512_store_si512(o, _mm512_shuffle_i32x4(u[2 * i], u[2 * i + 1], 0x44));
+        _mm512_store_si512(o + 64, _mm512_shuffle_i32x4(u[2 * i], u[2 * i + 1], 0xEE));
+      }
     }
   }
 }
@@ -135,6 +140,12 @@ NKV_INLINE void interleave_values(const uint8_t* rows, int64_t stride, int64_t r
 NKV_INLINE void dot4(__m512i& sum, __m512i codes, __m512i operand) {
   __m512i s = sum;
   asm("vpdpbusd %2, %1, %0" : "+v"(s) : "v"(codes), "v"(operand));
+  sum = s;
+}
+
+NKV_INLINE void dot4(__m512i& sum, __m512i codes, const int32_t* operand) {  // the same 4 bytes for each lane
+  __m512i s = sum;
+  asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(s) : "v"(codes), "m"(*operand));
   sum = s;
 }
 
@@ -148,94 +159,129 @@ struct Prefetches {
 NKV_INLINE void prefetch(Prefetches& p) { __builtin_prefetch(*p.next++, 0, 2); }
 
 struct KeyRow {  // a query: bytes for the dot products, and what turns sums into scores
-  const int32_t* operand;  // uint4: [dword][even high, even low, odd high, odd low]; int8: [dword][high, low]
-  int32_t center;  // the code's centre * sum of the operand
-  float scale, sum;  // score = scale * k_scale * dot product + sum * k_bias
+  const int32_t* operand;  // uint4: [dword][even high, even low, byte high, byte low]; int8: [dword][high, low]
+  int32_t center;  // the dot product with the code's centre
+  float scale, sum;  // score = scale * k_scale * (dot product - center) + sum * k_bias
 };
 
-// Scores of two groups of 16 tokens, [row][kTile]: groups of keys of `dwords` vectors each, k_scale and k_bias [32].
-template <int kRows, bool kNibbles>
-static void dot_keys(const uint8_t* keys, int64_t dwords, const KeyRow* rows, const float* k_scale, const float* k_bias,
-                     float* scores, Prefetches& ahead) {
-  constexpr int kChains = kNibbles && kRows <= 2 ? 2 : 1;  // enough independent sums to hide the latency of five cycles
+NKV_INLINE void store_scores(__m512i dot, const KeyRow& row, const float* k_scale, const float* k_bias, float* scores) {
+  const __m512 x = _mm512_mul_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(dot), _mm512_load_ps(k_scale)), _mm512_set1_ps(row.scale));
+  _mm512_store_ps(scores, _mm512_fmadd_ps(_mm512_load_ps(k_bias), _mm512_set1_ps(row.sum), x));
+}
+
+// Scores of kTogether groups of 16 tokens, [row][kTile]: groups of keys of `dwords` vectors each, k_scale and k_bias [32]. Odd
+// codes o are never unpacked: with bytes b = e + 16 o, q_e e + q_o o = (q_e - q_o / 16) e + q_o / 16 b. In units of q / 16
+// the first factor is the even operand times 16, the second the byte operand.
+template <int kRows, int kTogether>
+NKV_INLINE void dot_nibbles(const uint8_t* keys, int64_t dwords, const KeyRow* rows, const float* k_scale, const float* k_bias,
+                            float* scores, Prefetches& ahead) {
   const __m512i nibble = _mm512_set1_epi8(15);
   const int32_t* operand[kRows];
   for (int r = 0; r < kRows; ++r) operand[r] = rows[r].operand;
-  const uint8_t *k0 = keys, *k1 = keys + dwords * 64;
-  __m512i high[kRows][2][kChains], low[kRows][2][kChains];
+  __m512i even_high[kRows][kTogether], even_low[kRows][kTogether], byte_high[kRows][kTogether], byte_low[kRows][kTogether];
 #pragma GCC unroll 4
   for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 2
-    for (int g = 0; g < 2; ++g)
-#pragma GCC unroll 2
-      for (int i = 0; i < kChains; ++i) high[r][g][i] = low[r][g][i] = _mm512_setzero_si512();
+    for (int g = 0; g < kTogether; ++g) {
+      even_high[r][g] = even_low[r][g] = byte_high[r][g] = _mm512_setzero_si512();
+      byte_low[r][g] = _mm512_set1_epi32(-rows[r].center);
+    }
   for (int64_t j = 0; j < dwords; ++j) {
-    prefetch(ahead);
-    prefetch(ahead);
-    const __m512i x0 = _mm512_load_si512(k0 + j * 64), x1 = _mm512_load_si512(k1 + j * 64);
-    if (kNibbles) {
-      const __m512i e0 = _mm512_and_si512(x0, nibble), e1 = _mm512_and_si512(x1, nibble);
-      const __m512i o0 = _mm512_and_si512(_mm512_srli_epi16(x0, 4), nibble);
-      const __m512i o1 = _mm512_and_si512(_mm512_srli_epi16(x1, 4), nibble);
+    __m512i x[kTogether], e[kTogether];
+#pragma GCC unroll 2
+    for (int g = 0; g < kTogether; ++g) {
+      prefetch(ahead);
+      x[g] = _mm512_load_si512(keys + (g * dwords + j) * 64);
+      e[g] = _mm512_and_si512(x[g], nibble);
+    }
 #pragma GCC unroll 4
-      for (int r = 0; r < kRows; ++r) {
-        const int32_t* q = operand[r] + 4 * j;
-        const __m512i eh = _mm512_set1_epi32(q[0]), el = _mm512_set1_epi32(q[1]);
-        dot4(high[r][0][0], e0, eh);
-        dot4(high[r][1][0], e1, eh);
-        dot4(low[r][0][0], e0, el);
-        dot4(low[r][1][0], e1, el);
-        const __m512i oh = _mm512_set1_epi32(q[2]), ol = _mm512_set1_epi32(q[3]);
-        dot4(high[r][0][kChains - 1], o0, oh);
-        dot4(high[r][1][kChains - 1], o1, oh);
-        dot4(low[r][0][kChains - 1], o0, ol);
-        dot4(low[r][1][kChains - 1], o1, ol);
-      }
-    } else {
-#pragma GCC unroll 4
-      for (int r = 0; r < kRows; ++r) {
-        const int32_t* q = operand[r] + 2 * j;
-        const __m512i h = _mm512_set1_epi32(q[0]), l = _mm512_set1_epi32(q[1]);
-        dot4(high[r][0][0], x0, h);
-        dot4(high[r][1][0], x1, h);
-        dot4(low[r][0][0], x0, l);
-        dot4(low[r][1][0], x1, l);
+    for (int r = 0; r < kRows; ++r) {
+      const int32_t* q = operand[r] + 4 * j;
+#pragma GCC unroll 2
+      for (int g = 0; g < kTogether; ++g) {
+        dot4(even_high[r][g], e[g], q);
+        dot4(even_low[r][g], e[g], q + 1);
+        dot4(byte_high[r][g], x[g], q + 2);
+        dot4(byte_low[r][g], x[g], q + 3);
       }
     }
   }
 #pragma GCC unroll 4
   for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 2
-    for (int g = 0; g < 2; ++g) {
-      __m512i h = high[r][g][0], l = low[r][g][0];
-      if (kChains == 2) h = _mm512_add_epi32(h, high[r][g][kChains - 1]), l = _mm512_add_epi32(l, low[r][g][kChains - 1]);
-      // Sums beyond 32 bits wrap; what is left without the centre fits: 32639 * 128 * 512 < 2^31.
-      l = _mm512_sub_epi32(l, _mm512_set1_epi32(rows[r].center));
-      const __m512 x = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(h, 8), l));
-      const __m512 scaled = _mm512_mul_ps(_mm512_mul_ps(x, _mm512_load_ps(k_scale + 16 * g)), _mm512_set1_ps(rows[r].scale));
-      _mm512_store_ps(scores + r * kTile + 16 * g,
-                      _mm512_fmadd_ps(_mm512_load_ps(k_bias + 16 * g), _mm512_set1_ps(rows[r].sum), scaled));
+    for (int g = 0; g < kTogether; ++g) {
+      // Sums beyond 32 bits wrap; what is left without the centre fits: 16 * 30719 * 8 * 512 < 2^31.
+      __m512i sum = _mm512_add_epi32(_mm512_slli_epi32(even_high[r][g], 4), byte_high[r][g]);
+      sum = _mm512_add_epi32(_mm512_slli_epi32(sum, 4), even_low[r][g]);
+      sum = _mm512_add_epi32(_mm512_slli_epi32(sum, 4), byte_low[r][g]);
+      store_scores(sum, rows[r], k_scale + 16 * g, k_bias + 16 * g, scores + r * kTile + 16 * g);
     }
+}
+
+template <int kRows>
+static void dot_nibble_keys(const uint8_t* keys, int64_t dwords, const KeyRow* rows, const float* k_scale, const float* k_bias,
+                            float* scores, Prefetches& ahead) {
+  if constexpr (kRows < 4) {
+    dot_nibbles<kRows, 2>(keys, dwords, rows, k_scale, k_bias, scores, ahead);
+  } else {  // sums of two groups would fill all 32 registers
+    dot_nibbles<kRows, 1>(keys, dwords, rows, k_scale, k_bias, scores, ahead);
+    dot_nibbles<kRows, 1>(keys + dwords * 64, dwords, rows, k_scale + 16, k_bias + 16, scores + 16, ahead);
+  }
+}
+
+// The same of 8-bit codes, always two groups.
+template <int kRows>
+static void dot_byte_keys(const uint8_t* keys, int64_t dwords, const KeyRow* rows, const float* k_scale, const float* k_bias,
+                          float* scores, Prefetches& ahead) {
+  __m512i high[kRows][2], low[kRows][2];
+#pragma GCC unroll 4
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 2
+    for (int g = 0; g < 2; ++g) {
+      high[r][g] = _mm512_setzero_si512();
+      low[r][g] = _mm512_set1_epi32(-rows[r].center);
+    }
+  for (int64_t j = 0; j < dwords; ++j) {
+    __m512i x[2];
+#pragma GCC unroll 2
+    for (int g = 0; g < 2; ++g) {
+      prefetch(ahead);
+      x[g] = _mm512_load_si512(keys + (g * dwords + j) * 64);
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r) {
+      const int32_t* q = rows[r].operand + 2 * j;
+#pragma GCC unroll 2
+      for (int g = 0; g < 2; ++g) {
+        dot4(high[r][g], x[g], q);
+        dot4(low[r][g], x[g], q + 1);
+      }
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 2
+    for (int g = 0; g < 2; ++g)  // sums wrap, and without the centre fit: 32639 * 128 * 512 < 2^31
+      store_scores(_mm512_add_epi32(_mm512_slli_epi32(high[r][g], 8), low[r][g]), rows[r], k_scale + 16 * g, k_bias + 16 * g,
+                   scores + r * kTile + 16 * g);
 }
 
 struct ValueRow {  // a row of weights as 16-bit integers: bytes for the dot products, and where their sums go
   const int32_t* quads;  // [quad of tokens][4]: high bytes of the weights, low bytes, 0, 0
-  const int32_t* pairs;  // [pair of quads][2][16]: high bytes, low bytes; the second quad's in the upper 8 lanes
   int32_t sum;  // of the weights
   float scale, decay;  // accumulator = accumulator * decay + scale * sum
   float* accumulator;  // [chunk][u][even, odd][16 lanes], or without [even, odd] for 8-bit codes
 };
 
-// accumulator_r[channel] = accumulator_r[channel] * decay + sum over tokens of weight * (code - centre). kVectors vectors of
-// 64 bytes at once; kHalf: the upper lanes take the weights of the next quad. Odd codes o are never unpacked: with bytes
-// b = e + 16 o, the sum over w o is (sum over w b - sum over w e) / 16, exactly.
-template <int kRows, int kVectors, bool kNibbles, bool kHalf>
-static void dot_values_chunk(const uint8_t* values, int64_t quads, const ValueRow* rows, int64_t offset, Prefetches& ahead) {
+// accumulator_r[channel] = accumulator_r[channel] * decay + sum over tokens of weight * (code - centre), for the 64 bytes of
+// 4 vectors, or the 32 of 2; kVectors of them at once. Odd codes o are never unpacked: with bytes b = e + 16 o, the sum over
+// w o is (sum over w b - sum over w e) / 16, exactly.
+template <int kRows, int kVectors, bool kNibbles>
+static void dot_values_chunk(const uint8_t* values, int64_t vectors, int64_t quads, const ValueRow* rows, int64_t offset,
+                             Prefetches& ahead) {
   constexpr int kParts = kNibbles ? 2 : 1;  // bytes, and their even codes
-  constexpr int64_t kSteps = kHalf ? kQuads / 2 : kQuads;
-  const int64_t steps = kHalf ? quads / 2 : quads;
   const __m512i nibble = _mm512_set1_epi8(15);
-  for (int64_t u = 0; u < 4; u += kVectors) {
+  for (int64_t u = 0; u < vectors; u += kVectors) {
     __m512i high[kRows][kVectors][kParts], low[kRows][kVectors][kParts];
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r)
@@ -243,25 +289,18 @@ static void dot_values_chunk(const uint8_t* values, int64_t quads, const ValueRo
       for (int v = 0; v < kVectors; ++v)
 #pragma GCC unroll 2
         for (int p = 0; p < kParts; ++p) high[r][v][p] = low[r][v][p] = _mm512_setzero_si512();
-    for (int64_t s = 0; s < steps; ++s) {
+    for (int64_t s = 0; s < quads; ++s) {
 #pragma GCC unroll 8
       for (int i = 0; i < kVectors; ++i) prefetch(ahead);
       __m512i x[kVectors][kParts];
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) {
-        x[v][0] = _mm512_load_si512(values + ((u + v) * kSteps + s) * 64);
+        x[v][0] = _mm512_load_si512(values + ((u + v) * kQuads + s) * 64);
         if (kNibbles) x[v][kParts - 1] = _mm512_and_si512(x[v][0], nibble);
       }
 #pragma GCC unroll 4
       for (int r = 0; r < kRows; ++r) {
-        __m512i h, l;
-        if (kHalf) {
-          h = _mm512_load_si512(rows[r].pairs + 32 * s);
-          l = _mm512_load_si512(rows[r].pairs + 32 * s + 16);
-        } else {
-          h = _mm512_set1_epi32(rows[r].quads[4 * s]);
-          l = _mm512_set1_epi32(rows[r].quads[4 * s + 1]);
-        }
+        const __m512i h = _mm512_set1_epi32(rows[r].quads[4 * s]), l = _mm512_set1_epi32(rows[r].quads[4 * s + 1]);
 #pragma GCC unroll 4
         for (int v = 0; v < kVectors; ++v)
 #pragma GCC unroll 2
@@ -271,12 +310,11 @@ static void dot_values_chunk(const uint8_t* values, int64_t quads, const ValueRo
           }
       }
     }
-    const __mmask16 lanes = kHalf ? 0x00FF : 0xFFFF;  // a half chunk adds its upper lanes to the lower: centre once
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r) {
       const __m512 scale = _mm512_set1_ps(rows[r].scale), decay = _mm512_set1_ps(rows[r].decay);
-      const __m512i byte_center = _mm512_maskz_set1_epi32(lanes, rows[r].sum * (kNibbles ? 8 * 17 : 128));
-      const __m512i even_center = _mm512_maskz_set1_epi32(lanes, rows[r].sum * 8);
+      const __m512i byte_center = _mm512_set1_epi32(rows[r].sum * (kNibbles ? 8 * 17 : 128));
+      const __m512i even_center = _mm512_set1_epi32(rows[r].sum * 8);
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) {
         __m512i sum[kParts];
@@ -299,33 +337,44 @@ static void dot_values_chunk(const uint8_t* values, int64_t quads, const ValueRo
 
 template <int kRows, bool kNibbles>
 static void dot_values(const uint8_t* values, int64_t row_bytes, int64_t quads, const ValueRow* rows, Prefetches& ahead) {
-  constexpr int kVectors = kRows == 1 ? 4 : kRows == 2 ? 2 : 1;  // of 16 sums, or 12
+  constexpr int kMany = kRows == 1 ? 4 : kRows < 4 ? 2 : 1;  // of 16 sums, or 24
   const int64_t full = full_chunks(row_bytes), width = kNibbles ? 128 : 64;
   for (int64_t chunk = 0; chunk < full; ++chunk)
-    dot_values_chunk<kRows, kVectors, kNibbles, false>(values + chunk * 4 * kQuads * 64, quads, rows, chunk * width, ahead);
+    dot_values_chunk<kRows, kMany, kNibbles>(values + chunk * 4 * kQuads * 64, 4, quads, rows, chunk * width, ahead);
   if (half_chunk(row_bytes))
-    dot_values_chunk<kRows, kVectors, kNibbles, true>(values + full * 4 * kQuads * 64, quads, rows, full * width, ahead);
+    dot_values_chunk<kRows, kMany < 2 ? kMany : 2, kNibbles>(values + full * 4 * kQuads * 64, 2, quads, rows, full * width, ahead);
 }
 
 NKV_INLINE int64_t value_accumulator_size(int64_t row_bytes, bool nibbles) {
-  return (full_chunks(row_bytes) + half_chunk(row_bytes)) * (nibbles ? 128 : 64);
+  return (full_chunks(row_bytes) * 2 + half_chunk(row_bytes)) * (nibbles ? 64 : 32);
 }
 
 // values[d] += accumulator, in the order of the head's dimensions.
 static void gather_accumulator(const float* accumulator, int64_t row_bytes, bool nibbles, float* values) {
-  const int64_t full = full_chunks(row_bytes), parts = nibbles ? 2 : 1;
+  const int64_t full = full_chunks(row_bytes);
   for (int64_t chunk = 0; chunk < full + half_chunk(row_bytes); ++chunk)
-    for (int64_t u = 0; u < 4; ++u)
-      for (int64_t p = 0; p < parts; ++p)
-        for (int64_t lane = 0; lane < 16; ++lane) {
-          const int64_t quarter = chunk == full ? (lane / 4) & 1 : lane / 4;
-          const int64_t byte = 64 * chunk + 16 * quarter + 4 * u + lane % 4;
-          if (byte < row_bytes) values[byte * parts + p] += accumulator[((chunk * 4 + u) * parts + p) * 16 + lane];
+    for (int64_t u = 0; u < (chunk == full ? 2 : 4); ++u)
+      for (int64_t quarter = 0; quarter < 4; ++quarter) {  // of a vector: 4 bytes of a row
+        const int64_t in_chunk = chunk == full ? 16 * (quarter & 1) + 8 * u + 4 * (quarter / 2) : 16 * quarter + 4 * u;
+        const int64_t byte = 64 * chunk + in_chunk;
+        if (byte >= row_bytes) continue;
+        if (nibbles) {
+          const float* a = accumulator + (chunk * 4 + u) * 32 + 4 * quarter;
+          const __m128 even = _mm_load_ps(a), odd = _mm_load_ps(a + 16);
+          float* to = values + 2 * byte;
+          _mm_store_ps(to, _mm_add_ps(_mm_load_ps(to), _mm_unpacklo_ps(even, odd)));
+          _mm_store_ps(to + 4, _mm_add_ps(_mm_load_ps(to + 4), _mm_unpackhi_ps(even, odd)));
+        } else {
+          float* to = values + byte;
+          _mm_store_ps(to, _mm_add_ps(_mm_load_ps(to), _mm_load_ps(accumulator + (chunk * 4 + u) * 16 + 4 * quarter)));
         }
+      }
 }
 
 // Largest integer whose high and low byte, the low one signed, both fit.
 constexpr float kLargestOperand = 32639.0f;
+// The same of what becomes an even operand, q_e - q_o / 16.
+constexpr float kLargestNibbles = 30719.0f;
 
 }  // namespace NKV_ISA
 }  // namespace nibblekv
