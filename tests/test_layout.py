@@ -270,7 +270,9 @@ def test_check_refuses_caches_that_cannot_be_viewed(page: str):
         layout.check(room.as_strided(good.shape, strides, 6))
 
 
-@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="there are no huge pages to ask for")
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="this system has no huge pages to ask for"
+)
 def test_a_large_cache_of_the_host_asks_for_huge_pages():
     """Catches an address or a length that the system refuses: the hint is then lost without a word."""
     layout = KVCacheLayout.create("int4", num_kv_heads=8, head_size=128)
