@@ -29,7 +29,6 @@ CALLS = {
     "raw window": ([1, 1, 1], {"raw": (9, 3)}),
     "prompt": ([37, 5, 70], {}),
     "raw prompt": ([37, 5, 20], {"own": True}),
-    "raw window": ([1, 1, 1], {"raw": (9, 3)}),
 }
 SEQ_LENS = [37, 5, 1100]
 

@@ -16,6 +16,7 @@ from test_attention import OPTIONS, QUERY_LENS, SEQ_LENS
 from nibblekv import FORMATS, AttentionOptions, KVCacheLayout, paged_attention, reshape_and_cache
 from nibblekv.backends import cpu, reference
 from nibblekv.backends.cpu import _library
+from nibblekv.rotation import inverse_gain, unrotate
 
 pytestmark = pytest.mark.skipif(cpu.unavailable_reason() is not None, reason=str(cpu.unavailable_reason()))
 
@@ -357,6 +358,34 @@ def test_long_context_with_an_outlier(format: str, channel: int):
     stored_key, stored_value = reference.gather_and_dequantize(kv_cache, table[0], length, layout)
     weight = torch.softmax(stored_key[:, 0].double() @ query[0].double().T * head_size**-0.5, 0)
     assert_close(out[0], weight.T @ stored_value[:, 0].double(), 1e-4)
+
+
+@pytest.mark.parametrize("format", ["int4", "int4_per_token_head", "int8_per_token_head"])
+@pytest.mark.parametrize("head_size", [64, 96, 128])
+def test_outliers_in_queries_and_keys(instruction_set: str, format: str, head_size: int):
+    """Catches an operand of the integer dot products that saturates or is rounded for its pair of values instead of itself:
+    an outlier channel of queries and keys, and queries that are spikes after rotation, on even, on odd and on both."""
+    layout = KVCacheLayout.create(format, num_kv_heads=1, head_size=head_size)
+    fmt = FORMATS[format]
+    for channel in (0, 1, head_size - 1):
+        batch = Batch.make(layout, [300], [6], 2, seed=channel)
+        slots = batch.block_table[0].long()[torch.arange(300) // 16] * 16 + torch.arange(300) % 16
+        key = batch.stored_key[0].clone()
+        key[..., channel] += 20.0
+        reshape_and_cache(key, batch.stored_value[0], batch.kv_cache, slots, layout, backend="reference")
+        spikes = torch.zeros(5, head_size)
+        for row, (even, odd) in enumerate([(1, 0), (0, 1), (1, 1), (1, -1), (-0.06, 1)]):
+            spikes[row, channel // 2 * 2] = 8.0 * even
+            spikes[row, channel // 2 * 2 + 1] = 8.0 * odd
+        query = 0.1 * batch.query
+        query[0, :, channel] = 20.0
+        query[1:] += unrotate(spikes, fmt.rotation)[:, None] * inverse_gain(fmt.rotation, head_size) ** -0.5
+        moved = dataclasses.replace(batch, query=query)
+        stored_key, stored_value = (x[:, 0].double() for x in moved.dequantized()[0])
+        score = torch.einsum("qhd,kd->qhk", query.double(), stored_key) * head_size**-0.5
+        hidden = torch.arange(300) > torch.arange(294, 300)[:, None]
+        weight = torch.softmax(score.masked_fill(hidden[:, None], -torch.inf), -1)
+        assert_close(moved.attend(backend="cpu"), weight @ stored_value)
 
 
 def test_scores_far_apart(instruction_set: str):

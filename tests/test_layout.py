@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from batches import CANARY, NORMAL_ERROR, place, usable_backends
@@ -9,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nibblekv import FORMATS, KVCacheLayout, gather_and_dequantize, paged_attention, reshape_and_cache
+from nibblekv.layout import HUGE_PAGE
 
 ARRANGEMENTS = [("planar", "HND"), ("interleaved", "HND"), ("interleaved", "NHD")]
 
@@ -265,3 +268,22 @@ def test_check_refuses_caches_that_cannot_be_viewed(page: str):
         layout.check(room.as_strided(good.shape, (strides[0] + 2, *strides[1:])))
     with pytest.raises(ValueError, match="offset 6"):
         layout.check(room.as_strided(good.shape, strides, 6))
+
+
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="this system has no huge pages to ask for"
+)
+def test_a_large_cache_of_the_host_asks_for_huge_pages():
+    """Catches an address or a length that the system refuses: the hint is then lost without a word."""
+    layout = KVCacheLayout.create("int4", num_kv_heads=8, head_size=128)
+    cache = layout.allocate(-(-3 * HUGE_PAGE // layout.page_bytes))
+    assert not cache.any()
+    middle, inside = cache.data_ptr() + cache.numel() // 2, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if (fields := line.split())[0].count("-") == 1 and not fields[0].endswith(":"):
+            begin, end = (int(x, 16) for x in fields[0].split("-"))
+            inside = begin <= middle < end
+        elif inside and fields[0] == "VmFlags:":
+            assert "hg" in fields
+            return
+    raise AssertionError("no mapping holds the cache")

@@ -58,7 +58,7 @@ def test_a_folder_named_vllm_is_not_vllm(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 
 def test_serving_benchmark_names_what_it_does_not_know():
-    with pytest.raises(ValueError, match="contenders: expected some of 16-bit, vLLM; int4, vLLM; int4, nibblekv, got int2"):
+    with pytest.raises(ValueError, match="contenders: expected some of 16-bit, vLLM; int4, vLLM; int4, nibblekv; int4 and"):
         benchmarking_serve.bench_serve(contenders=("int2",))
     with pytest.raises(ValueError, match="expected at least 1 and 2, got 8 and 1"):
         benchmarking_serve.bench_serve(context=8, new_tokens=1)

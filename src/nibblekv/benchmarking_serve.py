@@ -102,12 +102,16 @@ class Contender:
 
 
 # The names say what is stored, whatever the caller's environment asks for.
-_STOCK, _OURS = {"NIBBLEKV_DISABLE": "1"}, {"NIBBLEKV_DISABLE": "0", "NIBBLEKV_FORMAT": "int4"}
+_STOCK = {"NIBBLEKV_DISABLE": "1"}
+_OURS = {"NIBBLEKV_DISABLE": "0", "NIBBLEKV_FORMAT": "int4", "NIBBLEKV_WINDOW": "0"}
 CONTENDERS = {
     "16-bit, vLLM": Contender({"kv_cache_dtype": "auto"}, _STOCK, ("cuda", "cpu")),
     # vLLM on CPU accepts the dtype and generates noise, so there is nothing to time.
     "int4, vLLM": Contender({"kv_cache_dtype": "int4_per_token_head"}, _STOCK, ("cuda",), "int4_per_token_head"),
     "int4, nibblekv": Contender({"kv_cache_dtype": "int4_per_token_head"}, _OURS, ("cuda", "cpu"), "int4"),
+    "int4 and window, nibblekv": Contender(
+        {"kv_cache_dtype": "int4_per_token_head"}, _OURS | {"NIBBLEKV_WINDOW": "32"}, ("cuda", "cpu")
+    ),
 }
 # The first is the reference; the second shows how far two of vLLM's own 16-bit backends are from each other.
 QUALITY_CONTENDERS = {
@@ -115,6 +119,7 @@ QUALITY_CONTENDERS = {
     "16-bit, vLLM, Triton": Contender({"kv_cache_dtype": "auto", "attention_backend": "TRITON_ATTN"}, _STOCK, ("cuda",)),
     "int4, vLLM": CONTENDERS["int4, vLLM"],
     "int4, nibblekv": CONTENDERS["int4, nibblekv"],
+    "int4 and window, nibblekv": CONTENDERS["int4 and window, nibblekv"],
     "int4_per_token_head, nibblekv": Contender(
         {"kv_cache_dtype": "int4_per_token_head"},
         _OURS | {"NIBBLEKV_FORMAT": "int4_per_token_head"},

@@ -235,7 +235,7 @@ class KVCacheLayout:
 def _zeroed(shape: tuple[int, ...], device: torch.device | str) -> torch.Tensor:
     """Return zeroed bytes, a large cache of the host in huge pages where Linux grants them.
 
-    A sequence's pages lie all over the cache: in pages of 4 KB its tokens take a page walk every few, a tenth of a decode.
+    A sequence's pages lie all over the cache: with pages of 4 KB, reading it waits for an address translation all the time.
     """
     cache = torch.empty(shape, dtype=torch.uint8, device=device)
     if cache.is_cpu and cache.numel() >= HUGE_PAGE and sys.platform == "linux":

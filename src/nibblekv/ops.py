@@ -194,13 +194,15 @@ def paged_attention(
         and not query.shape[1] % layout.num_kv_heads
         and query.stride(2) == 1
         and (
-            index >= 0 or (on_cpu and kv_cache.is_cpu and block_table.is_cpu and seq_lens.is_cpu and query_start_loc.is_cpu)
+            (kv_cache.is_cpu and block_table.is_cpu and seq_lens.is_cpu and query_start_loc.is_cpu)
+            if on_cpu
+            else index >= 0
+            and index
+            == kv_cache.get_device()
+            == block_table.get_device()
+            == seq_lens.get_device()
+            == query_start_loc.get_device()
         )
-        and index
-        == kv_cache.get_device()
-        == block_table.get_device()
-        == seq_lens.get_device()
-        == query_start_loc.get_device()
     ):
         _check_inputs(query, kv_cache, block_table, seq_lens, query_start_loc, layout)
     num_seqs = seq_lens.shape[0]
@@ -306,8 +308,10 @@ def _check_lengths(
     lengths = seq_lens.tolist()
     if starts[0] != 0 or starts[-1] != query.shape[0] or starts != sorted(starts):
         raise ValueError(f"query_start_loc: expected 0 rising to {query.shape[0]}, got {starts}")
-    query_lens = [end - begin for begin, end in pairwise(starts)]
     capacity = block_table.shape[1] * layout.block_size
+    if len(lengths) == 1 and starts[-1] <= lengths[0] <= capacity:  # a step of one sequence, whose call Python bounds
+        return starts[-1], lengths[0]
+    query_lens = [end - begin for begin, end in pairwise(starts)]
     for query_len, seq_len in zip(query_lens, lengths, strict=True):
         if not query_len <= seq_len <= capacity:
             raise ValueError(

@@ -50,10 +50,11 @@ def counters(llm: Any) -> dict[str, float]:
 def describe(llm: Any) -> dict[str, Any]:
     """Return what the engine says of its cache."""
     cache = llm.llm_engine.vllm_config.cache_config
-    layer = next(iter(attention_layers(llm).values()))
+    layers = [layer for layer in attention_layers(llm).values() if hasattr(layer, "impl")]
+    layer = layers[0]
     return {
         "impl": f"{type(layer.impl).__module__}.{type(layer.impl).__name__}",
-        "ours": [layer.impl.is_ours for layer in attention_layers(llm).values() if hasattr(layer.impl, "is_ours")],
+        "ours": [layer.impl.is_ours for layer in layers if hasattr(layer.impl, "is_ours")],
         "tokens": cache.num_gpu_blocks * cache.block_size,
         "cache_shape": list(layer.kv_cache.shape),
     }
@@ -169,12 +170,12 @@ def numerics(config: dict[str, Any]) -> dict[str, Any]:
     """Compare each layer's attention output, at every step, with float64 attention over the raw keys and the stored pages.
 
     Keeps a shadow of the raw keys and values by slot; the oracle reads `quantize` then `dequantize` of the shadow, so it
-    shares neither pages nor views with the plugin.
+    shares neither pages nor views with the plugin, and the shadow itself where a window says so.
     """
     from nibblekv import dequantize, quantize
     from nibblekv.integrations.vllm.attention import QuantizedAttention
 
-    shadow: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+    shadow: dict[tuple[int, int], list[torch.Tensor]] = {}
     errors: list[float] = []
     norms: list[float] = []
     write, attend = QuantizedAttention.nibblekv_write, QuantizedAttention.nibblekv_attend
@@ -182,30 +183,33 @@ def numerics(config: dict[str, Any]) -> dict[str, Any]:
     def shadow_write(self, layer, key, value, kv_cache, slot_mapping):
         write(self, layer, key, value, kv_cache, slot_mapping)
         layout = self.nibblekv_layout(layer, kv_cache)
+        rows = (key[: len(slot_mapping)], value[: len(slot_mapping)])
         stored = [
-            dequantize(*quantize(rows[: len(slot_mapping)], fmt), fmt).double()
-            for rows, fmt in ((key, layout.k_format), (value, layout.v_format))
+            dequantize(*quantize(raw, fmt), fmt) for raw, fmt in zip(rows, (layout.k_format, layout.v_format), strict=True)
         ]
         for i, slot in enumerate(slot_mapping.tolist()):
-            shadow[kv_cache.data_ptr(), slot] = (stored[0][i], stored[1][i])
+            shadow[kv_cache.data_ptr(), slot] = [kept[i].double() for kept in (*stored, *rows)]
 
     def checked_attend(self, layer, query, key, value, kv_cache, metadata, output, output_scale, options):
         output.fill_(torch.nan)
         attend(self, layer, query, key, value, kv_cache, metadata, output, output_scale, options)
         starts, size = metadata.query_start_loc.tolist(), kv_cache.shape[2]
-        split = metadata.nibblekv_split
+        split, settings = metadata.nibblekv_split, self.nibblekv_settings
         for b, length in enumerate(metadata.seq_lens.tolist()):
             begin, end = starts[b], starts[b + 1]
             slots = [int(metadata.block_table[b, p // size]) * size + p % size for p in range(length)]
-            k, v = (torch.stack([shadow[kv_cache.data_ptr(), s][i] for s in slots]) for i in (0, 1))
-            if split is not None and b >= split.num_decodes and not self.nibblekv_settings.strict:
-                k = torch.cat((k[: length - (end - begin)], key[begin:end].double()))
-                v = torch.cat((v[: length - (end - begin)], value[begin:end].double()))
+            k, v, raw_k, raw_v = (torch.stack([shadow[kv_cache.data_ptr(), s][i] for s in slots]) for i in range(4))
             group = query.shape[1] // k.shape[1]
-            k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-            score = torch.einsum("qhd,khd->hqk", query[begin:end].double(), k) * self.nibblekv_options["softmax_scale"]
-            mask = torch.arange(length)[None] > torch.arange(length - (end - begin), length)[:, None]
-            expected = torch.einsum("hqk,khd->qhd", torch.softmax(score.masked_fill(mask, -torch.inf), -1), v)
+            k, v, raw_k, raw_v = (rows.repeat_interleave(group, 1) for rows in (k, v, raw_k, raw_v))
+            q, past = torch.arange(length - (end - begin), length)[:, None], torch.arange(length)[None]
+            unquantized = q - past < settings.window
+            if split is not None and b >= split.num_decodes and not settings.strict:
+                unquantized = unquantized | (past >= length - (end - begin))
+            scores = [torch.einsum("qhd,khd->hqk", query[begin:end].double(), rows) for rows in (k, raw_k)]
+            score = torch.where(unquantized, scores[1], scores[0]) * self.nibblekv_options["softmax_scale"]
+            weight = torch.softmax(score.masked_fill(past > q, -torch.inf), -1)
+            expected = torch.einsum("hqk,khd->qhd", weight * ~unquantized, v)
+            expected = expected + torch.einsum("hqk,khd->qhd", weight * unquantized, raw_v)
             errors.append(float((output[begin:end].double() - expected).norm() / expected.norm()))
             norms.append(float(expected.norm()))
 

@@ -1,6 +1,6 @@
 """Mixed requests through vLLM's engine on CPU for minutes or hours: no leak, and every answer the one of its solo run.
 
-    python tests/vllm/soak.py --minutes 60 [--json FILE] [--seed N]
+    python tests/vllm/soak.py --minutes 60 [--json FILE] [--seed N] [--window TOKENS]
 
 A tiny random model serves, in a pool that holds three or four requests, a stream of prompts of 1 to 150 tokens, half of them
 with one of three common beginnings, answers of 1 to 32 tokens, requests cancelled at any step. So blocks are shared,
@@ -24,6 +24,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 PROMPTS, LONGEST_ANSWER, BLOCK_SIZE, BLOCKS = 40, 32, 16, 25
+WINDOW_BLOCKS = 45  # more, where the newest tokens of each request are kept unquantized too
 EPOCH = 150  # requests after which the stream runs dry
 POOLS = {
     "alone": {"block_size": 128, "max_num_batched_tokens": 2048, "enable_prefix_caching": False},
@@ -133,7 +134,9 @@ def run(config: dict[str, Any]) -> Any:
     return figures | {name.removeprefix("vllm:"): value for name, value in counters(llm).items()}
 
 
-def soak(model: str, minutes: float, seed: int, environment: dict[str, str], backend: str = "cpu") -> dict[str, Any]:
+def soak(
+    model: str, minutes: float, seed: int, environment: dict[str, str], backend: str = "cpu", window: int = 0
+) -> dict[str, Any]:
     """Run both parts, each in its own process; return the figures. Raise RuntimeError with the log's end if one fails."""
     prompts, results = make_prompts(seed), {}
     with tempfile.TemporaryDirectory() as scratch:
@@ -145,13 +148,15 @@ def soak(model: str, minutes: float, seed: int, environment: dict[str, str], bac
                 "kv_cache_dtype": "int4_per_token_head",
                 **pool,
             }
+            if window and "num_gpu_blocks_override" in pool:
+                engine |= {"num_gpu_blocks_override": BLOCKS + WINDOW_BLOCKS}
             config = {"part": part, "engine": engine, "prompts": prompts, "seconds": 60 * minutes, "seed": seed}
             config["expected"] = results.get("alone")
             given, result = Path(scratch) / "config.json", Path(scratch) / "result.json"
             given.write_text(json.dumps(config))
             done = subprocess.run(
                 [sys.executable, __file__, "--part", str(given), str(result)],
-                env=environment | {"NIBBLEKV_STRICT": "1", "NIBBLEKV_BACKEND": backend},
+                env=environment | {"NIBBLEKV_STRICT": "1", "NIBBLEKV_BACKEND": backend, "NIBBLEKV_WINDOW": str(window)},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
@@ -167,6 +172,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--window", type=int, default=0, help="newest tokens that are read unquantized")
     parser.add_argument("--json", type=Path, help="file for the figures")
     parser.add_argument("--part", type=Path, nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -180,10 +186,11 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         save_tiny_model(Path(folder))
-        figures = soak(folder, arguments.minutes, arguments.seed, environment())
+        figures = soak(folder, arguments.minutes, arguments.seed, environment(), window=arguments.window)
     print(json.dumps(figures, indent=1))
     if arguments.json:
         command = f"python tests/vllm/soak.py --minutes {arguments.minutes:g} --seed {arguments.seed}"
+        command += f" --window {arguments.window}" if arguments.window else ""
         record = {"command": command, "machine": machine(), "minutes": arguments.minutes, "rows": [figures]}
         arguments.json.write_text(json.dumps(record, indent=1) + "\n")
 

@@ -13,7 +13,7 @@ from oracle import attend
 from vllm.v1.attention.backend import AttentionCGSupport
 
 from nibblekv import AttentionOptions, gather_and_dequantize
-from nibblekv.integrations.vllm import attention, mla
+from nibblekv.integrations.vllm import attention, mla, recent
 from nibblekv.integrations.vllm.cpu import NibbleKVCPUImpl
 from nibblekv.integrations.vllm.cuda import (
     NibbleKVTritonBackend,
@@ -32,7 +32,7 @@ def no_engine(monkeypatch: pytest.MonkeyPatch):
     """Give vLLM's constructors the little configuration that they read, and the plugin a clean environment."""
     from vllm.v1.attention.backends import cpu_attn
 
-    for name in ("FORMAT", "STRICT", "BACKEND", "DISABLE"):
+    for name in ("FORMAT", "STRICT", "BACKEND", "WINDOW", "DISABLE"):
         monkeypatch.delenv(f"NIBBLEKV_{name}", raising=False)
     monkeypatch.setattr(attention, "_last_settings", None)
     config = SimpleNamespace(model_config=SimpleNamespace(dtype=torch.float32))
@@ -137,7 +137,7 @@ def run_step(impl: Any, step: Step, layer: Any, raw: bool = True, padding: int =
             key = torch.cat((key[: -QUERY_LENS[b]], step.key[starts[b] : starts[b + 1]].double()))
             value = torch.cat((value[: -QUERY_LENS[b]], step.value[starts[b] : starts[b + 1]].double()))
         stored.append((key, value))
-    return output[:-2], lambda options: attend(step.query, stored, starts, options)[0]
+    return output[:-2], lambda options, unquantized=None: attend(step.query, stored, starts, options, unquantized)[0]
 
 
 def error(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -431,3 +431,172 @@ def test_layers_of_two_head_sizes_share_the_pool_without_waste(kv_heads, monkeyp
     del layers["sliding"]
     alone = NibbleKVTritonBackend.customize_spec(FullAttentionSpec(num_kv_heads=1, head_size=512, **common))
     assert alone.page_size_bytes == 16 * 520
+
+
+WINDOW = 10
+
+
+def with_window(impl: Any, step: Step, longest_decode: int) -> dict[str, Any]:
+    """Return vLLM's context of a step: a companion, whose pages of 4 tokens hold the history, and its metadata."""
+    size, blocks = 4, sum(-(-length // 4) for length in SEQ_LENS)
+    layer = SimpleNamespace(head_size=HEAD_SIZE)
+    companion = recent.RecentLayer(layer, WINDOW, longest_decode, torch.float32, {})
+    # vLLM pads pages, and what no request wrote may be anything.
+    page = KV_HEADS * size * 2 * HEAD_SIZE
+    memory = torch.full(((blocks + 1) * (page + 16),), torch.nan)
+    strides = (page + 16, size * 2 * HEAD_SIZE, 2 * HEAD_SIZE, 1)
+    companion.kv_cache = memory.as_strided((blocks + 1, KV_HEADS, size, 2 * HEAD_SIZE), strides).view(torch.uint8)
+    order, table, used = 1 + torch.randperm(blocks), torch.zeros(4, 20, dtype=torch.int32), 0
+    slots = []
+    for b, (length, new) in enumerate(zip(SEQ_LENS, QUERY_LENS, strict=True)):
+        count = -(-length // size)
+        table[b, :count] = order[used : used + count]
+        used += count
+        position = torch.arange(length)
+        places = table[b][position // size].long() * size + position % size
+        slots.append(places[length - new :])
+        kept = torch.arange(max(0, length - new - WINDOW + 1), length - new)
+        for i, rows in enumerate(step.history[b]):
+            content = slice(i * HEAD_SIZE, (i + 1) * HEAD_SIZE)
+            companion.pages[places[kept] // size, places[kept] % size, :, content] = rows[kept]
+        gone = (length - new - WINDOW + 1) // size  # blocks of tokens that left the window
+        table[b, : max(gone, 0)] = 0
+    scheduler = SimpleNamespace(max_num_batched_tokens=sum(QUERY_LENS) + 3, max_num_seqs=5)
+    compilation = SimpleNamespace(static_forward_context={"layer.recent": companion})
+    builder = recent.RecentMetadataBuilder(
+        SimpleNamespace(block_size=size),
+        ["layer.recent"],
+        SimpleNamespace(scheduler_config=scheduler, compilation_config=compilation),
+        torch.device("cpu"),
+    )
+    common = SimpleNamespace(
+        num_reqs=4,
+        num_actual_tokens=sum(QUERY_LENS) + 1,
+        seq_lens=step.metadata.seq_lens,
+        block_table_tensor=table,
+        slot_mapping=torch.cat([*slots, torch.tensor([-1])]),
+    )
+    metadata = {"layer.recent": builder.build(0, common)}
+    return {"attn_metadata": metadata, "no_compile_layers": {"layer.recent": companion}}
+
+
+@pytest.mark.parametrize("kind", list(IMPLS))
+@pytest.mark.parametrize("strict", [False, True], ids=["raw prompts", "strict"])
+@pytest.mark.parametrize("shared", [False, True], ids=["own cache", "another layer's"])
+def test_a_window_is_read_from_companion_pages(kind, strict, shared, monkeypatch):
+    """Catches a ring row of the wrong position, freed or padded places that are read, raw keys of a sharing layer."""
+    monkeypatch.setenv("NIBBLEKV_WINDOW", str(WINDOW))
+    monkeypatch.setenv("NIBBLEKV_STRICT", "1" if strict else "0")
+    step, writer = make_step(), make_impl(kind)
+    impl = make_impl(kind, kv_sharing_target_layer_name="layer") if shared else writer
+    context = with_window(writer, step, writer.longest_decode)
+    monkeypatch.setattr(attention, "get_forward_context", lambda: SimpleNamespace(**context))
+    layer = SimpleNamespace(head_size_v=HEAD_SIZE, layer_name="other" if shared else "layer")
+    if shared:  # its target ran before it
+        writer_layer = SimpleNamespace(head_size_v=HEAD_SIZE, layer_name="layer")
+        run_step(writer, step, writer_layer, raw=not strict)
+    output, expected = run_step(impl, step, layer, raw=not (strict or shared))
+    starts = step.metadata.query_start_loc.tolist()
+    unquantized = [
+        (torch.cat((key, step.key[begin:end])), torch.cat((value, step.value[begin:end])))
+        for (key, value), begin, end in zip(step.history, starts, starts[1:], strict=False)
+    ]
+    options = AttentionOptions(HEAD_SIZE**-0.5, raw_window=WINDOW)
+    assert error(output, expected(options, unquantized)) < 1e-3
+    assert error(output, expected(options)) > 1e-2
+
+
+WINDOW_CONFIG = {
+    "scheduler_config": {"disable_hybrid_kv_cache_manager": False, "max_num_seqs": 8},
+    "cache_config": {"kv_cache_dtype_skip_layers": [], "cache_dtype": INT4},
+    "parallel_config": {"decode_context_parallel_size": 1},
+    "model_config": {"is_hybrid": False, "attention_chunk_size": None, "dtype": torch.bfloat16},
+    "speculative_config": None,
+    "kv_transfer_config": None,
+    "additional_config": {"nibblekv": {"window": 32}},
+}
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"scheduler_config": {"disable_hybrid_kv_cache_manager": True}}, "hybrid KV cache manager"),
+        ({"kv_transfer_config": "any"}, "no --kv-transfer-config"),
+        ({"cache_config": {"kv_cache_dtype_skip_layers": ["1"], "cache_dtype": INT4}}, "no --kv-cache-dtype-skip-layers"),
+        ({"speculative_config": {"method": "eagle", "num_speculative_tokens": 4}}, "no draft model"),
+        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 16}}, "at most 15 draft tokens"),
+        ({"parallel_config": {"decode_context_parallel_size": 2}}, "no decode context parallelism"),
+        ({"model_config": {"is_hybrid": True, "attention_chunk_size": None}}, "no Mamba layers"),
+        ({"model_config": {"is_hybrid": False, "attention_chunk_size": 8192}}, "no chunked local attention"),
+    ],
+)
+def test_a_window_that_cannot_be_kept_is_refused_when_the_model_is_built(changed, message, monkeypatch):
+    """Catches a window whose tokens would be lost, or kept for ever, while requests are served."""
+
+    def use(entries: dict[str, Any]) -> None:
+        fields = {name: SimpleNamespace(**value) if isinstance(value, dict) else value for name, value in entries.items()}
+        config = SimpleNamespace(**fields | {"additional_config": entries["additional_config"]})
+        config.compilation_config = Compilation({})
+        monkeypatch.setattr(attention, "get_current_vllm_config_or_none", lambda: config)
+
+    for name in ("_last_dtype", "_last_compilation"):
+        monkeypatch.setattr(attention, name, None)
+    use(WINDOW_CONFIG)
+    assert make_impl("triton").nibblekv_settings.window == 32
+    use(WINDOW_CONFIG | changed)
+    with pytest.raises(NotImplementedError, match=f"NIBBLEKV_WINDOW: expected .*{message}"):
+        make_impl("triton")
+    use(WINDOW_CONFIG | changed | {"additional_config": {}})
+    make_impl("triton")
+
+
+@pytest.mark.parametrize(
+    ("fmt", "dtype", "tokens"), [("int4", 2, 4), ("int4", 4, 2), ("int2", 2, 2), ("int8_per_token_head", 2, 8)]
+)
+def test_companions_have_pages_of_the_packed_ones_size(fmt, dtype, tokens, monkeypatch):
+    """Catches layers of two page sizes, for which vLLM pads the pool, and blocks that do not divide the packed ones."""
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode
+
+    monkeypatch.setenv("NIBBLEKV_FORMAT", fmt)
+    common = {"dtype": torch.uint8, "kv_quant_mode": KVQuantMode.INT4_PER_TOKEN_HEAD, "head_size": HEAD_SIZE}
+    packed = FullAttentionSpec(block_size=16, num_kv_heads=KV_HEADS, **common)
+    layer = SimpleNamespace(get_attn_backend=lambda: NibbleKVTritonBackend, get_kv_cache_spec=lambda config: packed)
+    layers: dict[str, Any] = {}
+    companion = recent.RecentLayer(layer, 32, 16, torch.float32 if dtype == 4 else torch.bfloat16, layers)
+    layers["0.recent"] = companion
+    spec = companion.get_kv_cache_spec(None)
+    backend = companion.get_attn_backend()
+    assert spec.block_size == tokens
+    assert backend.customize_spec(spec) == spec
+    assert backend.get_name() == "TRITON_ATTN"
+    assert spec.unpadded_page_size_bytes == tokens * KV_HEADS * 2 * HEAD_SIZE * dtype
+    own = NibbleKVTritonBackend.customize_spec(packed)
+    assert spec.page_size_bytes == own.page_size_bytes
+    config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
+        attention_config=SimpleNamespace(hisparse_config=None),
+        cache_config=SimpleNamespace(get_resolved_kv_cache_layout=lambda: SimpleNamespace(is_block_outermost=False)),
+        speculative_config=None,
+    )
+    groups = get_kv_cache_groups(config, {"0": own, "0.recent": spec})
+    assert [(group.layer_names, group.kv_cache_spec) for group in groups] == [(["0"], own), (["0.recent"], spec)]
+
+
+def test_a_graph_reads_the_unquantized_pages_of_the_step_that_it_is_replayed_for():
+    """Catches metadata in new memory, where a captured graph would go on reading the pages of another request."""
+    scheduler = SimpleNamespace(max_num_batched_tokens=8, max_num_seqs=4)
+    layers = {"0.recent": SimpleNamespace(ring=9)}
+    config = SimpleNamespace(scheduler_config=scheduler, compilation_config=SimpleNamespace(static_forward_context=layers))
+    builder = recent.RecentMetadataBuilder(SimpleNamespace(block_size=4), list(layers), config, torch.device("cpu"))
+
+    def build(seq_lens: list[int], first_page: int, slots: list[int]) -> Any:
+        table = first_page + torch.arange(24, dtype=torch.int32).view(2, 12)
+        fields = {"num_reqs": 2, "num_actual_tokens": len(slots), "slot_mapping": torch.tensor(slots)}
+        return builder.build(0, SimpleNamespace(**fields, seq_lens=torch.tensor(seq_lens), block_table_tensor=table))
+
+    captured = build([1, 1], 0, [0, 0])
+    build([17, 41], 100, [407, -1])
+    # Nine tokens lie in at most three pages; block b is page b % 3 of the ring.
+    assert captured.stored.tolist() == [[103, 104, 102], [121, 122, 120]]
+    assert [index.tolist() for index in captured.written] == [[101, 0], [3, 0]]

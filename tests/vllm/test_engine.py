@@ -122,3 +122,53 @@ def test_requests_differ_from_one_another(alone):
     tokens = {tuple(samples[0][0]) for samples in alone["alone"]}
     assert len(tokens) == len(alone["alone"])
     assert len({tuple(beam) for beam in alone["beams"][0]}) == 3
+
+
+# A window of 32 tokens, which pages of 4 unquantized tokens hold beside those of 16 packed ones.
+WINDOW = {**STRICT, "NIBBLEKV_WINDOW": "32"}
+HALF = {**INT4, "dtype": "float16"}
+WINDOW_TIGHT = {**TIGHT, "num_gpu_blocks_override": 34, "max_num_batched_tokens": 32}
+
+
+@pytest.mark.parametrize("strict", ["0", "1"])
+def test_a_window_is_read_unquantized_and_all_before_it_as_stored(run_scenario, tiny_model, strict):
+    """Catches, at every layer and step of a mixed batch, a token on the wrong side of the window or of another request."""
+    run = run_scenario(
+        "numerics",
+        tiny(tiny_model, **INT4, block_size=16, max_num_batched_tokens=64),
+        {"NIBBLEKV_STRICT": strict, "NIBBLEKV_WINDOW": "20"},
+        triton_backend=strict == "1",
+    )
+    assert run.result["impl"] == (TRITON_IMPL if strict == "1" else IMPL)
+    assert run.result["least_norm"] > 0.1
+    assert max(run.result["errors"]) < 1e-3, max(run.result["errors"])
+
+
+@pytest.fixture(scope="module")
+def alone_with_window(run_scenario, tiny_model) -> dict[str, Any]:
+    """Return every request's answer with a window when nothing else runs and each prompt is one chunk."""
+    settings = tiny(tiny_model, **{**ROOMY, **HALF})
+    return run_scenario("pressure", settings, WINDOW, runs=["alone", "beams"]).result
+
+
+def test_a_window_is_right_under_preemption_and_prefix_caching(run_scenario, tiny_model, alone_with_window):
+    """Catches a window that depends on other requests: stale, shared or lost unquantized blocks, 0xFF where they were."""
+    run = run_scenario(
+        "pressure",
+        tiny(tiny_model, **{**WINDOW_TIGHT, **HALF}),
+        WINDOW,
+        runs=["together", "together", "2", "sampled", "beams"],
+        poison=True,
+    )
+    result, alone = run.result, alone_with_window
+    assert result["vllm:num_preemptions"] >= 2
+    assert result["freed_blocks"] > 100
+    assert result["vllm:prefix_cache_hits"] > 0
+    assert result["together"] == alone["alone"]
+    assert result["2"] == alone["alone"][:2]
+    assert result["sampled"] == [sample * 4 for sample in alone["alone"][:2]]
+    assert result["beams"] == alone["beams"]
+    # A request of 256 tokens takes 16 blocks, and 17 for the newest 31 + 32 (a step's) unquantized ones.
+    said = re.search(r"KV cache size: ([\d,]+) tokens", run.log)
+    assert int(said[1].replace(",", "")) == 34 * 256 // 33
+    assert "the last 32 tokens unquantized" in run.log

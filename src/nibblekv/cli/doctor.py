@@ -34,7 +34,8 @@ def doctor(json_file: JsonOption = None) -> None:
     served = "; ".join(f"{dtype}: {f['k_format']} keys, {f['v_format']} values" for dtype, f in plugin["dtypes"].items())
     classes = ", ".join(f"{path.rpartition('.')[2]} for {name}" for name, path in plugin["backends"].items())
     version = f"{plugin['distribution']} {plugin['version']}"
-    report("plugin", "vllm", plugin["active"], plugin["reason"] or f"{version}; {served}; {classes}")
+    window = f"; the last {plugin['window']} tokens unquantized" if plugin["window"] else ""
+    report("plugin", "vllm", plugin["active"], plugin["reason"] or f"{version}; {served}{window}; {classes}")
     for name, model in DEMO_MODELS.items():
         cached = any((cache_directory() / "models").glob(f"{name}-*"))
         report("model", name, cached, f"{model.summary}{'' if cached else '; fetched on first use'}")

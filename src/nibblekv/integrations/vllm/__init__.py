@@ -98,6 +98,7 @@ def vllm_status() -> dict[str, Any]:
         reason: why it is not active, or None.
         backends: vLLM's name of each attention backend that is replaced -> our class.
         dtypes: for each `--kv-cache-dtype` served: the formats of keys and values, bits per value at head size 128.
+        window: last tokens before a query that are read unquantized.
     """
     settings, wrong = Settings(), None
     try:
@@ -135,6 +136,7 @@ def vllm_status() -> dict[str, Any]:
         "reason": reason,
         "backends": dict(BACKENDS),
         "dtypes": dtypes,
+        "window": settings.window,
     }
 
 

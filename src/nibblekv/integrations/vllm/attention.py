@@ -17,15 +17,18 @@ from __future__ import annotations
 import functools
 import weakref
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
 from vllm import envs
 from vllm.config import get_current_vllm_config_or_none
+from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import AttentionBackend, AttentionType
 
 from nibblekv.formats import check_head_size, get_format
+from nibblekv.integrations.vllm.recent import RecentLayer, RecentTokens, check_window, recent_name
 from nibblekv.integrations.vllm.settings import DTYPES, Settings
 from nibblekv.integrations.vllm.transfer import name_pages
 from nibblekv.layout import KVCacheLayout
@@ -47,6 +50,7 @@ class PrefillSplit:
     num_decodes, num_decode_tokens: requests and tokens before the first prefill.
     num_tokens: all tokens of the batch, without padding.
     query_start_loc: [num_prefills + 1] int32, counted from the first prefill token.
+    starts: the same on the host.
     max_decode_len: longest query of the first part.
     host_lengths: of the prefills, see `AttentionOptions`; None where the host knows upper bounds only.
     """
@@ -55,6 +59,7 @@ class PrefillSplit:
     num_decode_tokens: int
     num_tokens: int
     query_start_loc: torch.Tensor
+    starts: list[int]
     max_decode_len: int
     host_lengths: tuple[list[int], list[int]] | None
 
@@ -169,8 +174,8 @@ def split_prefills(common: Any, threshold: int) -> PrefillSplit | None:
     # lengths behind where a drafter that takes further tokens moves all the other fields on (`extend_all_queries_by_N`).
     known = lengths is not None and prefilling is not None
     known = known and int(lengths[: common.num_reqs].max()) >= common.max_seq_len
+    host_starts = (starts[num_decodes:] - num_decode_tokens).tolist()
     if known and bool(prefilling[num_decodes : common.num_reqs].all()):
-        host_starts = (starts[num_decodes:] - num_decode_tokens).tolist()
         host_lengths = (host_starts, lengths[num_decodes : common.num_reqs].tolist())
     else:
         host_lengths = None
@@ -179,6 +184,7 @@ def split_prefills(common: Any, threshold: int) -> PrefillSplit | None:
         num_decode_tokens,
         int(starts[-1]),
         common.query_start_loc[num_decodes : common.num_reqs + 1] - num_decode_tokens,
+        host_starts,
         int(query_lens[:num_decodes].max()) if num_decodes else 0,
         host_lengths,
     )
@@ -210,6 +216,8 @@ class QuantizedAttention:
 
     # Whether vLLM's own implementation accepts these dtypes and reads their bytes as something else.
     stock_is_wrong = False
+    # New tokens of a request up to which it counts as decoding, draft tokens included.
+    longest_decode = 1
 
     alibi_slopes: torch.Tensor | None
     sinks: torch.Tensor | None
@@ -260,6 +268,15 @@ class QuantizedAttention:
             self.nibblekv_dtype = kv_cache_dtype
             self.nibblekv_shape = (num_kv_heads, head_size)
             self.nibblekv_owns_cache = kv_sharing_target_layer_name is None
+            self.nibblekv_stores_in = kv_sharing_target_layer_name
+            self.nibblekv_companion: RecentLayer | None = None
+            self.nibblekv_window_bytes = 0
+            config = get_current_vllm_config_or_none()
+            if self.nibblekv_settings.window and config is not None:
+                check_window(config, self.longest_decode)
+                row_bytes = 2 * num_kv_heads * head_size * config.model_config.dtype.itemsize
+                ring = self.nibblekv_settings.window + self.longest_decode - 1
+                self.nibblekv_window_bytes = config.scheduler_config.max_num_seqs * ring * row_bytes
             self.nibblekv_options: dict[str, Any] = {
                 "softmax_scale": float(scale),
                 "sliding_window": sliding_window or 0,
@@ -270,16 +287,24 @@ class QuantizedAttention:
             }
             k_format, v_format = self.nibblekv_settings.formats(kv_cache_dtype)
             logger.info_once(
-                "nibblekv stores the KV cache of %s as %s keys and %s values%s.",
+                "nibblekv stores the KV cache of %s as %s keys and %s values%s%s.",
                 kv_cache_dtype,
                 k_format,
                 v_format,
+                f", the last {window} tokens unquantized beside them" if (window := self.nibblekv_settings.window) else "",
                 ", strict mode" if self.nibblekv_strict else "",
             )
         super().__init__(  # type: ignore[call-arg]
             num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype, logits_soft_cap,
             attn_type, kv_sharing_target_layer_name, sinks, **extra,
         )  # fmt: skip
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Add companions for unquantized tokens to vLLM's table of layers, which is complete by now (vLLM's interface)."""
+        super().process_weights_after_loading(act_dtype)  # type: ignore[misc]
+        compilation = None if _last_compilation is None else _last_compilation()
+        if compilation is not None and self.is_ours and self.nibblekv_settings.window:
+            _add_companions(compilation.static_forward_context, act_dtype)
 
     def do_kv_cache_update(
         self,
@@ -383,60 +408,91 @@ class QuantizedAttention:
     ) -> None:
         """Attend the batch: requests with few new tokens to stored pages, prefills to their own raw keys as well.
 
-        In strict mode, for layers that share another layer's cache, and in captured graphs, all read stored pages only.
+        In strict mode, for layers that share another layer's cache, and in captured graphs, all read stored pages only; with
+        a window, the last tokens before a query are read from the unquantized store in any case.
         """
         num_tokens = metadata.num_actual_tokens
         split: PrefillSplit | None = getattr(metadata, "nibblekv_split", None)
-        if self.nibblekv_strict or not self.nibblekv_owns_cache or key is None or value is None:
+        reads_own = not self.nibblekv_strict and self.nibblekv_owns_cache and key is not None and value is not None
+        recent = self.nibblekv_recent(layer)
+        if recent is None and not reads_own:
             split = None
+        if recent is not None and self.nibblekv_owns_cache and key is not None and value is not None:
+            recent.write(key, value)
         options = {**self.nibblekv_options, **options}
         if output_scale is not None:
             options["output_scale"] = output_scale.view(1)
         layout = self.nibblekv_layout(layer, kv_cache)
         cache = self.nibblekv_pages(kv_cache, layout)
-        num_seqs = metadata.seq_lens.shape[0]
-        num_decodes = num_seqs if split is None else split.num_decodes
+
+        def attend(seqs: slice, tokens: slice, query_start_loc: torch.Tensor, max_query_len: int, **more: Any) -> None:
+            paged_attention(
+                query[tokens],
+                cache,
+                metadata.block_table[seqs],
+                metadata.seq_lens[seqs],
+                query_start_loc,
+                layout,
+                max_query_len=max_query_len,
+                max_seq_len=metadata.max_seq_len,
+                out=output[tokens],
+                backend=self.nibblekv_settings.backend,
+                **_slice_options(options, seqs),
+                **more,
+            )
+
+        num_decodes = metadata.seq_lens.shape[0] if split is None else split.num_decodes
         boundary = num_tokens if split is None else split.num_decode_tokens
         max_query_len = int(metadata.max_query_len)  # of chunked local attention: NumPy's, which no kernel takes
         if num_decodes:
-            paged_attention(
-                query[:boundary],
-                cache,
-                metadata.block_table[:num_decodes],
-                metadata.seq_lens[:num_decodes],
-                metadata.query_start_loc[: num_decodes + 1],
-                layout,
-                max_query_len=max_query_len if split is None else split.max_decode_len,
-                max_seq_len=metadata.max_seq_len,
-                out=output[:boundary],
-                backend=self.nibblekv_settings.backend,
-                **_slice_options(options, 0, num_decodes),
-            )
-        if split is not None and key is not None and value is not None:
-            num_tokens = split.num_tokens
-            end = num_decodes + split.query_start_loc.shape[0] - 1
-            options["host_lengths"] = split.host_lengths
-            paged_attention(
-                query[boundary:num_tokens],
-                cache,
-                metadata.block_table[num_decodes:end],
-                metadata.seq_lens[num_decodes:end],
-                split.query_start_loc,
-                layout,
-                key=key[boundary:num_tokens],
-                value=value[boundary:num_tokens],
-                max_query_len=max_query_len,
-                max_seq_len=metadata.max_seq_len,
-                out=output[boundary:num_tokens],
-                backend=self.nibblekv_settings.backend,
-                **_slice_options(options, num_decodes, end),
-            )
+            longest = max_query_len if split is None else split.max_decode_len
+            raw: dict[str, Any] = {}
+            if recent is not None:
+                raw, longest = recent.of_decodes(num_decodes), min(longest, recent.longest_decode)
+            starts = metadata.query_start_loc[: num_decodes + 1]
+            attend(slice(0, num_decodes), slice(0, boundary), starts, longest, **raw)
+        if split is None:
+            return
+        end = num_decodes + len(split.starts) - 1
+        if reads_own and key is not None and value is not None:
+            raw = {} if recent is None else recent.before_prefills(num_decodes, split.query_start_loc)
+            tokens = slice(boundary, split.num_tokens)
+            attend(
+                slice(num_decodes, end), tokens, split.query_start_loc, max_query_len,
+                key=key[tokens], value=value[tokens], host_lengths=split.host_lengths, **raw,
+            )  # fmt: skip
+        elif recent is not None:
+            # One by one: each needs a ring as long as its queries.
+            for i, (first, last) in enumerate(pairwise(split.starts)):
+                starts = split.query_start_loc[i : i + 2] - split.query_start_loc[i]
+                raw = recent.of_prefill(num_decodes + i, last - first)
+                seqs = slice(num_decodes + i, num_decodes + i + 1)
+                attend(seqs, slice(boundary + first, boundary + last), starts, last - first, **raw)
+
+    def nibblekv_recent(self, layer: Any) -> RecentTokens | None:
+        """Return where this layer's unquantized tokens lie in this step, or None without a window."""
+        if not self.nibblekv_settings.window:
+            return None
+        context = get_forward_context()
+        metadata = context.attn_metadata[0] if isinstance(context.attn_metadata, list) else context.attn_metadata
+        name = recent_name(self.nibblekv_stores_in or layer.layer_name)
+        return RecentTokens(context.no_compile_layers[name], metadata[name])
 
 
-def _slice_options(options: dict[str, Any], begin: int, end: int) -> dict[str, Any]:
-    """Cut the options that hold one entry per sequence to sequences begin..end."""
+def _add_companions(layers: dict[str, Any], dtype: torch.dtype) -> None:
+    """Add a companion for each layer that stores packed pages and has none."""
+    for name, layer in list(layers.items()):
+        impl = getattr(layer, "impl", None)
+        if isinstance(impl, QuantizedAttention) and impl.is_ours and impl.nibblekv_owns_cache:
+            window = impl.nibblekv_settings.window
+            companion = RecentLayer(layer, window, impl.longest_decode, dtype, layers)
+            impl.nibblekv_companion = layers.setdefault(recent_name(name), companion)
+
+
+def _slice_options(options: dict[str, Any], seqs: slice) -> dict[str, Any]:
+    """Cut the options that hold one entry per sequence to some of the sequences."""
     return {
-        name: value[begin:end]
+        name: value[seqs]
         if name in ("causal", "rswa_prefix_lens", "mm_prefix_ranges") and isinstance(value, torch.Tensor)
         else value
         for name, value in options.items()

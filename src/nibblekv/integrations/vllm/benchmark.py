@@ -38,11 +38,12 @@ def build(config: dict[str, Any], report: Report) -> LLM:
     begin = time.perf_counter()
     llm = LLM(**config["engine"])
     cache = llm.llm_engine.vllm_config.cache_config
+    size, _ = packed_blocks(llm)
     attention = {name for rank in llm.apply_model(implementations) for name in rank}
     report(
         {
             "start_s": time.perf_counter() - begin,
-            "cache_tokens": cache.num_gpu_blocks * cache.block_size,
+            "cache_tokens": cache.num_gpu_blocks * size,
             "attention": ", ".join(sorted(attention)),
         }
     )
@@ -53,6 +54,24 @@ def implementations(model: torch.nn.Module) -> set[str]:
     """Return the classes that attend in a model."""
     impls = (module.impl for module in model.modules() if hasattr(module, "impl"))
     return {f"{type(impl).__module__}.{type(impl).__name__}" for impl in impls}
+
+
+def companions(model: torch.nn.Module) -> set[tuple[int, int]]:
+    """Return (tokens of a packed page, blocks that a request's window takes) of a model's layers that keep a window."""
+    found = set()
+    module: Any
+    for module in model.modules():
+        companion = getattr(getattr(module, "impl", None), "nibblekv_companion", None)
+        if companion is not None:
+            found.add((module.kv_cache.shape[2], 1 + -(-(companion.window - 1) // companion.kv_cache.shape[2])))
+    return found
+
+
+def packed_blocks(llm: LLM) -> tuple[int, int]:
+    """Return the tokens of a block with packed pages, and how many blocks a request takes beside those."""
+    found = {sizes for rank in llm.apply_model(companions) for sizes in rank}
+    # With a window, vLLM's own figure is the smallest block of any kind.
+    return max(found, default=(llm.llm_engine.vllm_config.cache_config.block_size, 0))
 
 
 def measure(config: dict[str, Any], report: Report) -> None:
@@ -70,8 +89,9 @@ def measure(config: dict[str, Any], report: Report) -> None:
     llm = build(config, report)
     context, new_tokens = config["context"], config["new_tokens"]
     cache = llm.llm_engine.vllm_config.cache_config
+    size, beside = packed_blocks(llm)
     # In whole blocks, of which vLLM keeps one for itself.
-    fitting = (cache.num_gpu_blocks - 1) // -(-(context + new_tokens) // cache.block_size)
+    fitting = (cache.num_gpu_blocks - 1) // (-(-(context + new_tokens) // size) + beside)
     requests = config["requests"] or min(fitting, config["engine"]["max_num_seqs"])
     draw = random.Random(0)
     prompts = [

@@ -81,6 +81,7 @@ class NibbleKVCPUImpl(QuantizedAttention, CPUAttentionBackendImpl):
     """One layer's attention on CPU."""
 
     stock_is_wrong = True
+    longest_decode = DECODE_LEN
 
 
 class NibbleKVCPUBackend(QuantizedBackend, CPUAttentionBackend):

@@ -64,11 +64,14 @@ class NibbleKVTritonMetadataBuilder(TritonAttentionMetadataBuilder):
 class NibbleKVTritonImpl(QuantizedAttention, TritonAttentionImpl):
     """One layer's attention on a CUDA GPU."""
 
+    longest_decode = DECODE_LEN
+
     def nibblekv_reserve(self, query: torch.Tensor) -> None:
-        """Allocate what a prefill takes beside its output: the kernels' workspace, and a float32 for each query's head."""
+        """Allocate what attention takes: the kernels' workspace, a float32 for each query's head, the requests' windows."""
         from nibblekv.backends.triton.prefill import WORKSPACE_BYTES
 
-        torch.empty(WORKSPACE_BYTES + 4 * query.shape[0] * query.shape[1], dtype=torch.uint8, device=query.device)
+        size = WORKSPACE_BYTES + 4 * query.shape[0] * query.shape[1] + self.nibblekv_window_bytes
+        torch.empty(size, dtype=torch.uint8, device=query.device)
 
 
 class NibbleKVTritonBackend(QuantizedBackend, TritonAttentionBackend):

@@ -17,6 +17,7 @@ DTYPES = {
     "int8_per_token_head": "int8_per_token_head",
     "fp8_per_token_head": "fp8_per_token_head",
 }
+MAX_WINDOW = 1024
 SUPPORTED = ("0.26.0", "0.32.0")
 
 _FLAGS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False, "": False}
@@ -33,12 +34,15 @@ class Settings:
             depends neither on how a prompt was cut into chunks nor on what else is in the batch.
             NIBBLEKV_STRICT, {"nibblekv": {"strict": true}}.
         backend: the nibblekv backend that serves the calls, or `auto`. NIBBLEKV_BACKEND, {"nibblekv": {"backend": ...}}.
+        window: the last tokens before each query, its own included, that are read unquantized; 0: none.
+            NIBBLEKV_WINDOW, {"nibblekv": {"window": 32}}.
         disabled: leave vLLM as it is. NIBBLEKV_DISABLE, {"nibblekv": {"disabled": true}}.
     """
 
     format: str = "int4"
     strict: bool = False
     backend: str = "auto"
+    window: int = 0
     disabled: bool = False
 
     @classmethod
@@ -52,6 +56,7 @@ class Settings:
             format=_format("NIBBLEKV_FORMAT", os.environ.get("NIBBLEKV_FORMAT") or cls.format),
             strict=_flag("NIBBLEKV_STRICT", os.environ.get("NIBBLEKV_STRICT", "")),
             backend=_backend("NIBBLEKV_BACKEND", os.environ.get("NIBBLEKV_BACKEND") or cls.backend),
+            window=_window("NIBBLEKV_WINDOW", os.environ.get("NIBBLEKV_WINDOW") or "0"),
             disabled=_flag("NIBBLEKV_DISABLE", os.environ.get("NIBBLEKV_DISABLE", "")),
         )
 
@@ -69,7 +74,7 @@ class Settings:
             name = f"additional_config['nibblekv']['{key}']"
             if key not in values:
                 raise ValueError(f"{name}: expected one of {', '.join(values)}")
-            read = {"format": _format, "backend": _backend}.get(key, _flag)
+            read = {"format": _format, "backend": _backend, "window": _window}.get(key, _flag)
             values[key] = read(name, str(value))
         return Settings(**values)
 
@@ -84,6 +89,12 @@ def _flag(name: str, value: str) -> bool:
     if value.lower() not in _FLAGS:
         raise ValueError(f"{name}: expected 1 or 0, got {value!r}")
     return _FLAGS[value.lower()]
+
+
+def _window(name: str, value: str) -> int:
+    if not value.isdecimal() or int(value) > MAX_WINDOW:
+        raise ValueError(f"{name}: expected a number of tokens from 0 to {MAX_WINDOW}, got {value!r}")
+    return int(value)
 
 
 def _backend(name: str, value: str) -> str:

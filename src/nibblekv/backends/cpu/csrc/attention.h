@@ -215,7 +215,8 @@ static void make_operand(Context& c, int64_t r) {
       const __m512i byte = round_operand(_mm512_permutex2var_ps(a, odd_lanes, b), inverse);
       const __m512 even = _mm512_mul_ps(_mm512_permutex2var_ps(a, even_lanes, b), scale);
       const __m512i rest = _mm512_cvtps_epi32(_mm512_fnmadd_ps(_mm512_cvtepi32_ps(byte), sixteenth, even));
-      center = _mm512_add_epi32(center, _mm512_add_epi32(_mm512_slli_epi32(rest, 7), _mm512_mullo_epi32(byte, _mm512_set1_epi32(136))));
+      const __m512i byte_center = _mm512_mullo_epi32(byte, _mm512_set1_epi32(8 * 17));  // 8 for each of its codes
+      center = _mm512_add_epi32(center, _mm512_add_epi32(_mm512_slli_epi32(rest, 7), byte_center));
       __m128i even_high, even_low, byte_high, byte_low;
       split_operand(rest, &even_high, &even_low);
       split_operand(byte, &byte_high, &byte_low);

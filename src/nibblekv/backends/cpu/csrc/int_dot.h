@@ -144,9 +144,13 @@ NKV_INLINE void dot4(__m512i& sum, __m512i codes, __m512i operand) {
 }
 
 NKV_INLINE void dot4(__m512i& sum, __m512i codes, const int32_t* operand) {  // the same 4 bytes for each lane
+#if defined(__clang__)
+  dot4(sum, codes, _mm512_set1_epi32(*operand));
+#else
   __m512i s = sum;
   asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(s) : "v"(codes), "m"(*operand));
   sum = s;
+#endif
 }
 
 // Cache lines of the next tile, asked for one by one between dot products, into the second level: asked for in one go they
@@ -169,12 +173,12 @@ NKV_INLINE void store_scores(__m512i dot, const KeyRow& row, const float* k_scal
   _mm512_store_ps(scores, _mm512_fmadd_ps(_mm512_load_ps(k_bias), _mm512_set1_ps(row.sum), x));
 }
 
-// Scores of kTogether groups of 16 tokens, [row][kTile]: groups of keys of `dwords` vectors each, k_scale and k_bias [32]. Odd
-// codes o are never unpacked: with bytes b = e + 16 o, q_e e + q_o o = (q_e - q_o / 16) e + q_o / 16 b. In units of q / 16
-// the first factor is the even operand times 16, the second the byte operand.
+// Scores of kTogether groups of 16 tokens, [row][kTile]: groups of keys of `dwords` vectors each, k_scale and k_bias [32].
+// Odd codes o are never unpacked: with bytes b = e + 16 o, q_e e + q_o o = (q_e - q_o / 16) e + q_o / 16 b. In sixteenths of
+// a query's step the first factor is the even operand times 16, the second the byte operand: q_e and q_o keep 16 bits.
 template <int kRows, int kTogether>
-NKV_INLINE void dot_nibbles(const uint8_t* keys, int64_t dwords, const KeyRow* rows, const float* k_scale, const float* k_bias,
-                            float* scores, Prefetches& ahead) {
+NKV_INLINE void dot_nibbles(const uint8_t* keys, int64_t dwords, const KeyRow* rows, const float* k_scale,
+                            const float* k_bias, float* scores, Prefetches& ahead) {
   const __m512i nibble = _mm512_set1_epi8(15);
   const int32_t* operand[kRows];
   for (int r = 0; r < kRows; ++r) operand[r] = rows[r].operand;
@@ -219,8 +223,8 @@ NKV_INLINE void dot_nibbles(const uint8_t* keys, int64_t dwords, const KeyRow* r
 }
 
 template <int kRows>
-static void dot_nibble_keys(const uint8_t* keys, int64_t dwords, const KeyRow* rows, const float* k_scale, const float* k_bias,
-                            float* scores, Prefetches& ahead) {
+static void dot_nibble_keys(const uint8_t* keys, int64_t dwords, const KeyRow* rows, const float* k_scale,
+                            const float* k_bias, float* scores, Prefetches& ahead) {
   if constexpr (kRows < 4) {
     dot_nibbles<kRows, 2>(keys, dwords, rows, k_scale, k_bias, scores, ahead);
   } else {  // sums of two groups would fill all 32 registers
@@ -337,12 +341,12 @@ static void dot_values_chunk(const uint8_t* values, int64_t vectors, int64_t qua
 
 template <int kRows, bool kNibbles>
 static void dot_values(const uint8_t* values, int64_t row_bytes, int64_t quads, const ValueRow* rows, Prefetches& ahead) {
-  constexpr int kMany = kRows == 1 ? 4 : kRows < 4 ? 2 : 1;  // of 16 sums, or 24
+  constexpr int kMany = kRows == 1 ? 4 : kRows < 4 ? 2 : 1, kFew = kMany < 2 ? kMany : 2;  // of 16 sums, or 24
   const int64_t full = full_chunks(row_bytes), width = kNibbles ? 128 : 64;
   for (int64_t chunk = 0; chunk < full; ++chunk)
     dot_values_chunk<kRows, kMany, kNibbles>(values + chunk * 4 * kQuads * 64, 4, quads, rows, chunk * width, ahead);
   if (half_chunk(row_bytes))
-    dot_values_chunk<kRows, kMany < 2 ? kMany : 2, kNibbles>(values + full * 4 * kQuads * 64, 2, quads, rows, full * width, ahead);
+    dot_values_chunk<kRows, kFew, kNibbles>(values + full * 4 * kQuads * 64, 2, quads, rows, full * width, ahead);
 }
 
 NKV_INLINE int64_t value_accumulator_size(int64_t row_bytes, bool nibbles) {

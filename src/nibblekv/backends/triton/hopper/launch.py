@@ -133,8 +133,9 @@ def plan(
     blocks = num_sms * (4 if head_size == 256 else 8) // warps
     splits = max(1, min(skew * blocks // (num_seqs * (num_kv_heads // warps)), -(-max_seq_len // tile)))
     if splits > 8 and splits * tile < max_seq_len // 4 and head_size < 256:
-        # Few long sequences: half as many splits, each with a third tile in flight, leave less to merge.
-        stages, splits = 3, splits // 2
+        # Few long sequences: half as many splits, each with a third tile in flight, leave less to merge. The merge of one
+        # or two crowds a few multiprocessors: with rings so large that four blocks fill each, all get as many.
+        stages, splits = (6 if num_seqs <= 2 else 3), splits // 2
     if splits <= 4:
         merge = (1, 4)
     elif splits <= 8 or (head_size == 256 and splits <= 16):
