@@ -135,7 +135,7 @@ def test_every_key_and_value_read_is_the_stored_one(tiny, windows, format):
     assert row["kl_mean"] > 1e-5
     assert row["kl_mean"] == pytest.approx(float(kl.mean()), rel=0.01)
     assert row["kl_p99"] == pytest.approx(float(kl.quantile(0.99)), rel=0.02)
-    assert row["kl_median"] == pytest.approx(float(kl.median()), rel=0.02)
+    assert row["kl_median"] == pytest.approx(float(kl.median()), rel=0.05)  # one position's; a code may fall the other way
     assert row["top1"] == pytest.approx(float((p.argmax(-1) == q.argmax(-1)).double().mean()), abs=0.01)
 
 

@@ -162,8 +162,8 @@ def generate(model, ids, mask, cache, seed=0, **options):
 
 def assert_generates_like_oracle(model, ids, mask, **options):
     """Generate on packed pages and on the dequantized oracle: the same tokens. Return the cache and what was generated."""
-    format = options.pop("format", "int8_per_token_head")
-    cache = attached(model, format, strict=True)
+    format, backend = options.pop("format", "int8_per_token_head"), options.pop("backend", "auto")
+    cache = attached(model, format, strict=True, backend=backend)
     packed = generate(model, ids, mask, cache, **options)
     detach(model)
     implementation = model.config._attn_implementation
@@ -273,7 +273,8 @@ def test_generate_is_the_oracle(family, options):
 
 
 def test_int4_greedy_is_the_oracle():
-    assert_generates_like_oracle(build("llama"), *prompt(1, 40), format="int4")
+    """On the reference: other rounding lets some 4-bit code fall the other way, and random weights then answer otherwise."""
+    assert_generates_like_oracle(build("llama"), *prompt(1, 40), format="int4", backend="reference")
 
 
 def test_beams_share_pages():
