@@ -39,8 +39,9 @@ SCALE_FLOOR = 2.0**-100
 # The outermost codes of `scale_min` lie inside the row's range by one such part of it: a quarter of a step for `uint4`, else
 # half. Steps are then 3, 12 and 25 % smaller, and the outermost values still no further than half a step from their codes.
 EDGE = {"uint4": 62.0, "uint3": 16.0, "uint2": 8.0}
-# The refit of a key is dropped if rounding its bias would shift the row by more than this part of a step.
-REFIT_SHIFT = 0.125
+# The refit of a key is dropped if all its codes are equal, so that their covariance with the row, in steps squared, is below
+# the first of these but for rounding; and if rounding its bias would shift it by more than the second, in steps.
+REFIT_COVARIANCE, REFIT_SHIFT = 0.5, 0.125
 
 
 @dataclass(frozen=True)
@@ -216,12 +217,13 @@ def _refit(
     codes = _round_codes(steps, fmt)
     steps_mean, codes_mean = steps.mean(-1), codes.mean(-1)
     centred = steps - steps_mean[..., None]
-    gain = (centred * centred).sum(-1) / (centred * (codes - codes_mean[..., None])).sum(-1)
-    new_scale = (scale * gain).bfloat16().float()
+    covariance = (centred * (codes - codes_mean[..., None])).sum(-1)
+    new_scale = (scale * ((centred * centred).sum(-1) / covariance)).bfloat16().float()
     exact_bias = bias + scale * steps_mean - new_scale * codes_mean
     new_bias = exact_bias.bfloat16().float()
-    # Comparisons with NaN are false: of 0 / 0, where all codes are equal, and of what leaves float32.
-    taken = ((new_scale - scale).abs() * fmt.code_max <= scale) & ((new_bias - exact_bias).abs() <= scale * REFIT_SHIFT)
+    # Comparisons with NaN are false.
+    taken = (covariance >= REFIT_COVARIANCE) & ((new_scale - scale).abs() * fmt.code_max <= scale)
+    taken = taken & ((new_bias - exact_bias).abs() <= scale * REFIT_SHIFT)
     return torch.where(taken, new_scale, scale), torch.where(taken, new_bias, bias)
 
 

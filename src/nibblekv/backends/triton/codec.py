@@ -20,12 +20,12 @@ import triton
 import triton.language as tl
 
 from nibblekv.formats import EDGE as SCALE_EDGE
-from nibblekv.formats import REFIT_SHIFT, SCALE_FLOOR, QuantFormat
+from nibblekv.formats import REFIT_COVARIANCE, REFIT_SHIFT, SCALE_FLOOR, QuantFormat
 
 UINT4, INT8, FP8, UINT3, UINT2 = (tl.constexpr(i) for i in range(5))
 SCALE_MIN, SCALE_ZERO, SCALE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 FLOOR = tl.constexpr(SCALE_FLOOR)
-SHIFT = tl.constexpr(REFIT_SHIFT)
+COVARIANCE, SHIFT = tl.constexpr(REFIT_COVARIANCE), tl.constexpr(REFIT_SHIFT)
 INF = tl.constexpr(float("inf"))
 
 _CODES = {"uint4": UINT4.value, "int8": INT8.value, "fp8": FP8.value, "uint3": UINT3.value, "uint2": UINT2.value}
@@ -329,13 +329,18 @@ def encode_rows(y, columns, D: tl.constexpr, CODE: tl.constexpr, WORD: tl.conste
 @triton.jit
 def _refit(steps, scale, bias, real, D: tl.constexpr, CODE: tl.constexpr):
     """Return the scale and bias with which the rounded codes of keys are unbiased along the keys themselves."""
-    codes = tl.minimum(tl.maximum(tl.floor(steps + 0.5), 0.0), code_max(CODE))
-    steps_mean = tl.math.div_rn(tl.sum(tl.where(real, steps, 0.0), 1), D * 1.0)
-    codes_mean = tl.math.div_rn(tl.sum(tl.where(real, codes, 0.0), 1), D * 1.0)
-    centred = tl.where(real, steps - steps_mean[:, None], 0.0)
-    variance = tl.sum(centred * centred, 1)
-    covariance = tl.sum(centred * (codes - codes_mean[:, None]), 1)
-    related = covariance > 0
+    # Sums of products in one pass, about the middle code: the mean is not known yet, and rows would be held twice.
+    middle: tl.constexpr = code_max(CODE) / 2
+    noise = tl.minimum(tl.maximum(tl.floor(steps + 0.5), 0.0), code_max(CODE)) - steps
+    noise = tl.where(real, noise, 0.0)
+    steps = tl.where(real, steps - middle, 0.0)
+    steps_mean = tl.sum(steps, 1) * (1.0 / D)
+    noise_mean = tl.sum(noise, 1) * (1.0 / D)
+    variance = tl.sum(steps * steps, 1) - steps_mean * steps_mean * D
+    covariance = variance + tl.sum(noise * steps, 1) - noise_mean * steps_mean * D
+    steps_mean += middle
+    codes_mean = steps_mean + noise_mean
+    related = covariance >= COVARIANCE
     new_scale = _round_bfloat16_nearest(scale * tl.math.div_rn(variance, tl.where(related, covariance, 1.0)))
     exact_bias = bias + scale * steps_mean - new_scale * codes_mean
     new_bias = _round_bfloat16_nearest(exact_bias)

@@ -6,7 +6,7 @@ namespace NKV_ISA {
 
 constexpr float kScaleFloor = 0x1p-100f;
 constexpr float kEdge[] = {0, 0, 8.0f, 16.0f, 62.0f};  // by bits
-constexpr float kRefitShift = 0.125f;
+constexpr float kRefitCovariance = 0.5f, kRefitShift = 0.125f;
 
 NKV_INLINE float round_bfloat16(float x, bool up) {
   const uint32_t u = bits_of(x);
@@ -40,11 +40,12 @@ NKV_INLINE void refit(const float* y, const int32_t* c, int64_t n, float most, f
     variance += centred * centred;
     covariance += centred * (__builtin_convertvector(*reinterpret_cast<const i8x*>(c + i), v8) - codes_mean);
   }
-  const float new_scale = nearest_bfloat16(scale * (sum8(variance) / sum8(covariance)));
+  const float related = sum8(covariance);
+  const float new_scale = nearest_bfloat16(scale * (sum8(variance) / related));
   const float exact_bias = bias + scale * steps_mean - new_scale * codes_mean;
   const float new_bias = nearest_bfloat16(exact_bias);
-  // False where all codes are equal, 0 / 0, and where float32 is left.
-  if (__builtin_fabsf(new_scale - scale) * most <= scale && __builtin_fabsf(new_bias - exact_bias) <= scale * kRefitShift) {
+  if (related >= kRefitCovariance && __builtin_fabsf(new_scale - scale) * most <= scale &&
+      __builtin_fabsf(new_bias - exact_bias) <= scale * kRefitShift) {  // all false with NaN
     scale = new_scale;
     bias = new_bias;
   }

@@ -26,7 +26,7 @@ from nibblekv.backends.triton.hopper import ptx
 from nibblekv.backends.triton.hopper.kernels import _as_bits, _as_float, _sign_word
 from nibblekv.backends.triton.hopper.launch import _signs
 from nibblekv.backends.triton.launch import launch
-from nibblekv.formats import EDGE, REFIT_SHIFT, SCALE_FLOOR
+from nibblekv.formats import EDGE, REFIT_COVARIANCE, REFIT_SHIFT, SCALE_FLOOR
 from nibblekv.layout import KVCacheLayout
 
 HEAD_SIZES = (128, 256)
@@ -38,7 +38,7 @@ LONG_CALL = 4096
 
 _FLOOR = gl.constexpr(SCALE_FLOOR)
 _EDGE = gl.constexpr(EDGE["uint4"])
-_SHIFT = gl.constexpr(REFIT_SHIFT)
+_COVARIANCE, _SHIFT = gl.constexpr(REFIT_COVARIANCE), gl.constexpr(REFIT_SHIFT)
 _INF = gl.constexpr(float("inf"))
 
 
@@ -136,22 +136,23 @@ def _nearest_bfloat16(x):
 @gluon.jit
 def _refit(y, scale, bias, inverse, gain, zero, R: gl.constexpr, D: gl.constexpr):
     """Return the scale and bias with which the rounded codes of key R are unbiased along the key itself."""
-    steps_sum, codes_sum = zero, zero
+    # Sums of products in one pass, about the middle code, since the mean is not known yet.
+    steps_sum, noise_sum, squares, products = zero, zero, zero, zero
     for c in gl.static_range(D // 64):
         for j in gl.static_range(8):
             steps = (y[(2 * c + R) * 8 + j] * gain - bias) * inverse
+            noise = _as_float(ptx.floor_bits(steps + 0.5)) - 8388608.0 - steps
+            steps = steps - 7.5
             steps_sum = steps_sum + steps
-            codes_sum = codes_sum + _as_float(ptx.floor_bits(steps + 0.5)) - 8388608.0
-    steps_mean, codes_mean = _sum_row(steps_sum) * (1.0 / D), _sum_row(codes_sum) * (1.0 / D)
-    variance, covariance = zero, zero
-    for c in gl.static_range(D // 64):
-        for j in gl.static_range(8):
-            steps = (y[(2 * c + R) * 8 + j] * gain - bias) * inverse
-            code = _as_float(ptx.floor_bits(steps + 0.5)) - 8388608.0
-            variance = variance + (steps - steps_mean) * (steps - steps_mean)
-            covariance = covariance + (steps - steps_mean) * (code - codes_mean)
-    variance, covariance = _sum_row(variance), _sum_row(covariance)
-    related = covariance > 0.0
+            noise_sum = noise_sum + noise
+            squares = squares + steps * steps
+            products = products + noise * steps
+    steps_mean, noise_mean = _sum_row(steps_sum) * (1.0 / D), _sum_row(noise_sum) * (1.0 / D)
+    variance = _sum_row(squares) - steps_mean * steps_mean * D
+    covariance = variance + _sum_row(products) - noise_mean * steps_mean * D
+    steps_mean = steps_mean + 7.5
+    codes_mean = steps_mean + noise_mean
+    related = covariance >= _COVARIANCE
     new_scale = _nearest_bfloat16(scale * ptx.divide(variance, gl.where(related, covariance, 1.0)))
     exact_bias = bias + scale * steps_mean - new_scale * codes_mean
     new_bias = _nearest_bfloat16(exact_bias)
