@@ -331,18 +331,16 @@ def _refit(steps, scale, bias, real, D: tl.constexpr, CODE: tl.constexpr):
     """Return the scale and bias with which the rounded codes of keys are unbiased along the keys themselves."""
     # Sums of products in one pass, about the middle code: the mean is not known yet, and rows would be held twice.
     middle: tl.constexpr = code_max(CODE) / 2
-    noise = tl.minimum(tl.maximum(tl.floor(steps + 0.5), 0.0), code_max(CODE)) - steps
-    noise = tl.where(real, noise, 0.0)
+    codes = tl.minimum(tl.maximum(tl.floor(steps + 0.5), 0.0), code_max(CODE)) - middle
+    codes = tl.where(real, codes, 0.0)
     steps = tl.where(real, steps - middle, 0.0)
     steps_mean = tl.sum(steps, 1) * (1.0 / D)
-    noise_mean = tl.sum(noise, 1) * (1.0 / D)
+    codes_mean = tl.sum(codes, 1) * (1.0 / D)
     variance = tl.sum(steps * steps, 1) - steps_mean * steps_mean * D
-    covariance = variance + tl.sum(noise * steps, 1) - noise_mean * steps_mean * D
-    steps_mean += middle
-    codes_mean = steps_mean + noise_mean
+    covariance = tl.sum(codes * steps, 1) - codes_mean * steps_mean * D
     related = covariance >= COVARIANCE
     new_scale = _round_bfloat16_nearest(scale * tl.math.div_rn(variance, tl.where(related, covariance, 1.0)))
-    exact_bias = bias + scale * steps_mean - new_scale * codes_mean
+    exact_bias = bias + scale * (steps_mean + middle) - new_scale * (codes_mean + middle)
     new_bias = _round_bfloat16_nearest(exact_bias)
     taken = related & (tl.abs(new_scale - scale) * code_max(CODE) <= scale)
     taken = taken & (tl.abs(new_bias - exact_bias) <= scale * SHIFT)

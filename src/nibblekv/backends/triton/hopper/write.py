@@ -136,25 +136,23 @@ def _nearest_bfloat16(x):
 @gluon.jit
 def _refit(y, scale, bias, inverse, gain, zero, R: gl.constexpr, D: gl.constexpr):
     """Return the scale and bias with which the rounded codes of key R are unbiased along the key itself."""
-    # Sums of products in one pass, about the middle code, since the mean is not known yet.
-    steps_sum, noise_sum, squares, products = zero, zero, zero, zero
+    # Sums of products in one pass, about code 8, since the mean is not known yet.
+    steps_sum, codes_sum, squares, products = zero, zero, zero, zero
     for c in gl.static_range(D // 64):
         for j in gl.static_range(8):
-            steps = (y[(2 * c + R) * 8 + j] * gain - bias) * inverse
-            noise = _as_float(ptx.floor_bits(steps + 0.5)) - 8388608.0 - steps
-            steps = steps - 7.5
+            from_bias = y[(2 * c + R) * 8 + j] * gain - bias
+            steps = from_bias * inverse - 8.0
+            code = _as_float(ptx.floor_bits(from_bias * inverse + 0.5)) - 8388616.0
             steps_sum = steps_sum + steps
-            noise_sum = noise_sum + noise
+            codes_sum = codes_sum + code
             squares = squares + steps * steps
-            products = products + noise * steps
-    steps_mean, noise_mean = _sum_row(steps_sum) * (1.0 / D), _sum_row(noise_sum) * (1.0 / D)
+            products = products + code * steps
+    steps_mean, codes_mean = _sum_row(steps_sum) * (1.0 / D), _sum_row(codes_sum) * (1.0 / D)
     variance = _sum_row(squares) - steps_mean * steps_mean * D
-    covariance = variance + _sum_row(products) - noise_mean * steps_mean * D
-    steps_mean = steps_mean + 7.5
-    codes_mean = steps_mean + noise_mean
+    covariance = _sum_row(products) - codes_mean * steps_mean * D
     related = covariance >= _COVARIANCE
     new_scale = _nearest_bfloat16(scale * ptx.divide(variance, gl.where(related, covariance, 1.0)))
-    exact_bias = bias + scale * steps_mean - new_scale * codes_mean
+    exact_bias = bias + scale * (steps_mean + 8.0) - new_scale * (codes_mean + 8.0)
     new_bias = _nearest_bfloat16(exact_bias)
     taken = related & (gl.abs(new_scale - scale) * 15.0 <= scale) & (gl.abs(new_bias - exact_bias) <= scale * _SHIFT)
     return gl.where(taken, new_scale, scale), gl.where(taken, new_bias, bias)
