@@ -25,8 +25,18 @@ from batches import usable_backends
 from fuzz import check_rows
 from interpreter import take_numpy_2_4
 
-from nibblekv import FORMATS, AttentionOptions, KVCacheLayout, available_backends, paged_attention, reshape_and_cache
+from nibblekv import (
+    FORMATS,
+    AttentionOptions,
+    KVCacheLayout,
+    QuantFormat,
+    available_backends,
+    paged_attention,
+    reshape_and_cache,
+)
 from nibblekv.backends import get_backend
+from nibblekv.formats import Role, encode_rows
+from nibblekv.rotation import rotate
 
 KIND = "nibblekv pages 1"
 HEADS, GROUP, BLOCKS, TOKENS, QUERIES = 2, 2, 3, 37, 2
@@ -95,6 +105,7 @@ def write(path: Path, backend: str, device: str) -> None:
         packed = pack(pages.cpu())
         cases[name] = {
             **case,
+            "keys": "key",
             "versions": [layout.k_format.version, layout.v_format.version],
             "pages": packed,
             "sha256": hashlib.sha256(packed.encode()).hexdigest(),
@@ -107,8 +118,8 @@ def write(path: Path, backend: str, device: str) -> None:
         file.write("\n")
 
 
-def read(path: Path) -> dict[str, tuple[KVCacheLayout, torch.Tensor, torch.Tensor]]:
-    """Return each case's layout, pages and attention; raise ValueError, in a sentence, for anything but such a file."""
+def read(path: Path) -> dict[str, tuple[KVCacheLayout, torch.Tensor, torch.Tensor, Role]]:
+    """Return each case's layout, pages, attention, and as what its keys were encoded; raise ValueError, in a sentence, for anything but such a file."""
     try:
         record = json.loads(path.read_text())
         if record["kind"] != KIND:
@@ -118,7 +129,8 @@ def read(path: Path) -> dict[str, tuple[KVCacheLayout, torch.Tensor, torch.Tenso
         raise ValueError(f"{path.name}: expected pages of this version, got {type(error).__name__}: {error}") from error
 
 
-def read_case(case: dict[str, Any]) -> tuple[KVCacheLayout, torch.Tensor, torch.Tensor]:
+def read_case(case: dict[str, Any]) -> tuple[KVCacheLayout, torch.Tensor, torch.Tensor, Role]:
+    keys = case.pop("keys", "value")  # files from before keys had an encoder of their own do not say
     versions, packed, digest, out = (case.pop(name) for name in ("versions", "pages", "sha256", "out"))
     layout = describe(case)
     current = [FORMATS[fmt.name].version for fmt in (layout.k_format, layout.v_format)]
@@ -127,7 +139,7 @@ def read_case(case: dict[str, Any]) -> tuple[KVCacheLayout, torch.Tensor, torch.
     if hashlib.sha256(packed.encode()).hexdigest() != digest:
         raise ValueError(f"expected pages of sha256 {digest}")
     pages = unpack(packed, torch.uint8, layout.shape(BLOCKS))
-    return layout, pages, unpack(out, torch.float32, (QUERIES, HEADS * GROUP, layout.head_size_v))
+    return layout, pages, unpack(out, torch.float32, (QUERIES, HEADS * GROUP, layout.head_size_v)), keys
 
 
 def unpack(text: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
@@ -144,17 +156,21 @@ def unpack(text: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tenso
 def check(path: Path, backends: list[str]) -> list[str]:
     """Check a file with every backend; return one line per case. Raise AssertionError where pages mean something else."""
     lines = []
-    for name, (layout, pages, out) in read(path).items():
+    for name, (layout, pages, out, keys) in read(path).items():
         key, value, slots, _ = inputs(layout)
         views = layout.views(pages)
         block, slot = slots // layout.block_size, slots % layout.block_size
         expected = layout.allocate(BLOCKS)
-        reshape_and_cache(key, value, expected, slots, layout, backend="reference")
-        for raw, fmt, codes, words in (
-            (key, layout.k_format, views.key_cache, views.k_scale_cache),
-            (value, layout.v_format, views.value_cache, views.v_scale_cache),
-        ):
-            check_rows(raw, codes[block, slot], words[block, slot], fmt)
+        expected_views = layout.views(expected)
+        sides: tuple[tuple[Role, torch.Tensor, QuantFormat, str, str], ...] = (
+            (keys, key, layout.k_format, "key_cache", "k_scale_cache"),
+            ("value", value, layout.v_format, "value_cache", "v_scale_cache"),
+        )
+        for role, raw, fmt, codes, words in sides:
+            stored = (getattr(views, codes)[block, slot], getattr(views, words)[block, slot])
+            check_rows(raw, *stored, fmt, role)
+            right = encode_rows(rotate(raw, fmt.rotation), fmt, role)
+            getattr(expected_views, codes)[block, slot], getattr(expected_views, words)[block, slot] = right
         differing = float((pages != expected).float().mean())
         assert differing < 0.005, f"{name}: {differing:.2%} of the bytes are not the reference's"
         untouched = torch.ones(BLOCKS, layout.block_size, dtype=torch.bool)

@@ -214,17 +214,19 @@ def _refit(
     Args:
         steps: [..., head_size] float32, (y - bias) / scale: the codes before they are rounded.
     """
-    codes = _round_codes(steps, fmt)
+    # Sums in float64: their order then decides no bit.
+    codes, steps = _round_codes(steps, fmt).double(), steps.double()
+    scale, bias = scale.double(), bias.double()
     steps_mean, codes_mean = steps.mean(-1), codes.mean(-1)
     centred = steps - steps_mean[..., None]
     covariance = (centred * (codes - codes_mean[..., None])).sum(-1)
-    new_scale = (scale * ((centred * centred).sum(-1) / covariance)).bfloat16().float()
+    new_scale = (scale * ((centred * centred).sum(-1) / covariance)).bfloat16().double()
     exact_bias = bias + scale * steps_mean - new_scale * codes_mean
-    new_bias = exact_bias.bfloat16().float()
+    new_bias = exact_bias.bfloat16().double()
     # Comparisons with NaN are false.
     taken = (covariance >= REFIT_COVARIANCE) & ((new_scale - scale).abs() * fmt.code_max <= scale)
     taken = taken & ((new_bias - exact_bias).abs() <= scale * REFIT_SHIFT)
-    return torch.where(taken, new_scale, scale), torch.where(taken, new_bias, bias)
+    return torch.where(taken, new_scale, scale).float(), torch.where(taken, new_bias, bias).float()
 
 
 def _round_codes(codes: torch.Tensor, fmt: QuantFormat) -> torch.Tensor:
