@@ -1,7 +1,7 @@
 """Write the golden file of a new format: `python tests/golden_pages.py FORMAT`. One that exists is never written again.
 
-A file holds two pages of one KV head in which 20 of 32 slots were written, and what some slots decode to. `int4.v1`, `int3.v1`
-and `int2.v1` are from before keys were refitted; `.refit` ones are what is written since.
+A file holds two pages of one KV head in which 20 of 32 slots were written, and what some slots decode to. `int4.v1`,
+`int3.v1` and `int2.v1` are from before keys were refitted; `.refit` ones are what is written since.
 """
 
 from __future__ import annotations

@@ -119,7 +119,11 @@ def write(path: Path, backend: str, device: str) -> None:
 
 
 def read(path: Path) -> dict[str, tuple[KVCacheLayout, torch.Tensor, torch.Tensor, Role]]:
-    """Return each case's layout, pages, attention, and as what its keys were encoded; raise ValueError, in a sentence, for anything but such a file."""
+    """Return each case's layout, pages, attention, and the role that its keys were encoded in.
+
+    Raises:
+        ValueError: in a sentence, for anything but such a file.
+    """
     try:
         record = json.loads(path.read_text())
         if record["kind"] != KIND:
@@ -134,6 +138,8 @@ def read_case(case: dict[str, Any]) -> tuple[KVCacheLayout, torch.Tensor, torch.
     versions, packed, digest, out = (case.pop(name) for name in ("versions", "pages", "sha256", "out"))
     layout = describe(case)
     current = [FORMATS[fmt.name].version for fmt in (layout.k_format, layout.v_format)]
+    if keys not in ("key", "value"):
+        raise ValueError(f"expected keys 'key' or 'value', got {keys!r}")
     if versions != current:
         raise ValueError(f"expected format versions {current}, got {versions}")
     if hashlib.sha256(packed.encode()).hexdigest() != digest:

@@ -130,7 +130,7 @@ def encode_rows(y: torch.Tensor, fmt: QuantFormat, role: Role = "value") -> tupl
 
     Args:
         y: [..., head_size] float32, in the rotated domain.
-        role: what the rows are. The codes do not depend on it; the scale words of keys do, in `scale_min` formats (`_refit`).
+        role: what the rows are. Codes do not depend on it; the scale words of keys do, in `scale_min` formats (`_refit`).
 
     Returns:
         codes: [..., row_bytes] uint8.
@@ -207,8 +207,8 @@ def _refit(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the scale and bias with which the rounded codes of a key are unbiased along the key itself.
 
-    Rounding adds noise to a row, so a row fitted to its codes by least squares, or nearly so, is too short along itself by the
-    noise's part, and a query that looks for the key sees its score too near the mean. The scale that undoes this is
+    Rounding adds noise to a row, so a row fitted to its codes by least squares, or nearly so, is too short along itself by
+    the noise's part, and a query that looks for the key sees its score too near the mean. The scale that undoes this is
     var(y) / cov(code, y). A pair that would move codes too far is not taken (docs/format.md).
 
     Args:
