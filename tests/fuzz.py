@@ -746,8 +746,11 @@ def same_rows(got: torch.Tensor, expected: torch.Tensor) -> bool:
 MACHINES: tuple[type[Machine], ...] = (Machine, PagedMachine)
 
 
-def run(backend: str, seed: int, calls: Calls) -> tuple[str | None, Machine, int]:
-    """Run a list of calls on a fresh machine; return (what failed, or None; the machine; calls that were started)."""
+def run(backend: str, seed: int, calls: Calls, end: float = math.inf) -> tuple[str | None, Machine, int]:
+    """Run a list of calls on a fresh machine; return (what failed, or None; the machine; calls that were started).
+
+    end: of the monotonic clock, after which no further call is started.
+    """
     random = Random(~seed)
     threads = torch.get_num_threads()
     torch.set_num_threads(random.choice([1] * 9 + [2]))
@@ -756,6 +759,8 @@ def run(backend: str, seed: int, calls: Calls) -> tuple[str | None, Machine, int
     machine = MACHINES[seed % 2](backend, seed)
     try:
         for i, (call, call_seed) in enumerate(calls):
+            if time.monotonic() > end:
+                return None, machine, i
             try:
                 machine.step(call, call_seed)
             except Exception:
@@ -798,7 +803,7 @@ def fuzz(backend: str, seconds: float, seed: int) -> tuple[int, str | None]:
         random = Random(seed)
         calls = [("grow", random.getrandbits(40))] * 2
         calls += [(random.choice(MACHINES[seed % 2].CALLS), random.getrandbits(40)) for _ in range(60)]
-        failure, machine, started = run(backend, seed, calls)
+        failure, machine, started = run(backend, seed, calls, end)
         if failure is not None:
             smallest = shrink(backend, seed, calls[:started])
             failure = run(backend, seed, smallest)[0]

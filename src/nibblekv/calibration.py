@@ -410,9 +410,8 @@ class _Statistics:
             k_mean = torch.zeros_like(k_mean)
         k_moments = _centred(s["key_moments"], s["keys"], self.count, k_mean)
         costly_k_moments = _centred(s["costly_key_moments"], s["costly_keys"], s["cost"][:, None], k_mean)
-        k_moments = k_moments / _mean_energy(k_moments) + costly_k_moments / _mean_energy(costly_k_moments)
-        q_moments = s["query_moments"] / _mean_energy(s["query_moments"])
-        q_moments = q_moments + s["costly_query_moments"] / _mean_energy(s["costly_query_moments"])
+        k_moments = _of_unit_energy(k_moments) + _of_unit_energy(costly_k_moments)
+        q_moments = _of_unit_energy(s["query_moments"]) + _of_unit_energy(s["costly_query_moments"])
         return LayerCalibration(k_mean.float(), _key_map(k_moments, q_moments).float(), v_mean.float())
 
 
@@ -454,12 +453,16 @@ def _key_map(k_moments: torch.Tensor, q_moments: torch.Tensor) -> torch.Tensor:
     """
     size = k_moments.shape[-1]
     floor = _ENERGY_FLOOR * torch.eye(size, dtype=k_moments.dtype)
-    k_moments, q_moments = (x / _mean_energy(x) + floor for x in (k_moments, q_moments))
+    k_moments, q_moments = (_of_unit_energy(x) + floor for x in (k_moments, q_moments))
     energy, axes = torch.linalg.eigh(k_moments)
     root, inverse_root = (axes * energy[:, None] ** power @ axes.mT for power in (0.5, -0.5))
     squares, directions = torch.linalg.eigh(root @ q_moments @ root)
     k_map = squares.flip(-1)[..., None] ** 0.25 * directions.flip(-1).mT @ inverse_root
     return k_map / _mean_energy(k_map @ k_moments @ k_map.mT).sqrt()
+
+
+def _of_unit_energy(moments: torch.Tensor) -> torch.Tensor:
+    return moments / _mean_energy(moments)
 
 
 def _mean_energy(moments: torch.Tensor) -> torch.Tensor:

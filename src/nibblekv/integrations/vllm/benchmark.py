@@ -19,6 +19,7 @@ import torch
 from vllm import LLM, SamplingParams
 
 from nibblekv.integrations.vllm import register
+from nibblekv.integrations.vllm.recent import page_count
 
 LATENCY_ROUNDS = 3
 LISTED_TOKENS = 10
@@ -63,7 +64,7 @@ def companions(model: torch.nn.Module) -> set[tuple[int, int]]:
     for module in model.modules():
         companion = getattr(getattr(module, "impl", None), "nibblekv_companion", None)
         if companion is not None:
-            found.add((module.kv_cache.shape[2], 1 + -(-(companion.window - 1) // companion.kv_cache.shape[2])))
+            found.add((module.kv_cache.shape[2], page_count(companion.window, companion.kv_cache.shape[2])))
     return found
 
 

@@ -228,14 +228,6 @@ def warp_max_bits(x):
 
 
 @gluon.jit
-def warp_or_bits(x):
-    """Return the union of the warp's bits, in every lane."""
-    return gl.inline_asm_elementwise(
-        "redux.sync.or.b32 $0, $1, 0xffffffff;", "=r,r", [x], dtype=gl.int32, is_pure=True, pack=1
-    )
-
-
-@gluon.jit
 def shared_base(lane):
     """Return the shared-memory address of the kernel's allocation, which must be its only one."""
     return gl.inline_asm_elementwise("mov.b32 $0, global_smem; // $1", "=r,r", [lane], dtype=gl.int32, is_pure=True, pack=1)
