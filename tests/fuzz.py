@@ -691,7 +691,7 @@ def check_decoded(raw: torch.Tensor, decoded: torch.Tensor, layout: KVCacheLayou
 
 
 def check_error(y: torch.Tensor, decoded: torch.Tensor, words: torch.Tensor, fmt: QuantFormat, steps: float = 0.51) -> None:
-    """Check decoded rows [..., head_size], still rotated, against y: within so many of their steps, half a code of float8."""
+    """Check decoded rows [..., head_size], still rotated, against y: within so many of their steps, or half a float8's."""
     scale = unpack_scale_word(words, fmt)[0][..., None]
     bound = steps * scale if fmt.code != "fp8" else torch.maximum(y.abs() / 15, scale * 2.0**-9)
     error = (y - decoded).abs()
