@@ -284,6 +284,8 @@ def test_keys_are_unbiased_where_values_are_short(name: str, head_size: int):
     codes, words = encode_rows(x, fmt)
     assert along(x, decode_rows(codes, words, fmt)).mean() < 1 - {4: 0.002, 3: 0.012, 2: 0.03}[fmt.bits]
     left = decode_rows(*encode_rows(x, fmt, "key"), fmt)
+    scale, _ = unpack_scale_word(words, fmt)
+    assert ((x - left).abs().amax(-1) < scale).all()  # as docs/format.md says of normal rows
     assert (along(x, left).mean() - 1).abs() < 5e-4
     assert ((along(x, left) - 1).abs() < 2.0**-8).float().mean() > 0.98
 
