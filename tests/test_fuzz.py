@@ -48,7 +48,9 @@ def break_backend(module: ModuleType, damage: str, monkeypatch: pytest.MonkeyPat
         case "another row":
             monkeypatch.setattr(module, "reshape_and_cache", write_and_spoil)
         case "half a step":
-            monkeypatch.setattr(module, "encode_rows", lambda y, fmt: encode(y + 0.02 * y.abs().amax(-1, keepdim=True), fmt))
+            monkeypatch.setattr(
+                module, "encode_rows", lambda y, *rest: encode(y + 0.02 * y.abs().amax(-1, keepdim=True), *rest)
+            )
         case "ignored window":
             monkeypatch.setattr(
                 module, "visible_mask", lambda q, k, b, o: mask(q, k, b, o) | ((k <= q[:, None]) & (o.sliding_window > 0))

@@ -145,6 +145,10 @@ LAYOUTS = {
 }
 
 
+# The part of scale words that sums in another order may round to another bfloat16.
+WORDS_OFF = 0.05
+
+
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=["fp16", "bf16", "fp32"])
 def test_write_equals_reference(layout: KVCacheLayout, dtype: torch.dtype) -> None:
@@ -169,6 +173,9 @@ def test_write_equals_reference(layout: KVCacheLayout, dtype: torch.dtype) -> No
     for name in ("k_scale_cache", "v_scale_cache"):
         mine, theirs = (getattr(layout.views(x), name).view(torch.float32) for x in (ours, expected))
         assert torch.equal(mine.isnan(), theirs.isnan())
+    if layout.k_format.word == "scale_min":  # else a key's words, a few bytes of many, could all be those of a value
+        mine, theirs = (layout.views(x).k_scale_cache for x in (ours, expected))
+        assert (mine != theirs).sum() <= 1 + WORDS_OFF * (8 * HEADS)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
