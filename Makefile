@@ -55,12 +55,12 @@ docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 # Seconds of differential fuzzing, shared by the backends of this machine, the Triton kernels in their interpreter among
-# them, in JOBS processes at once; JSON=FILE keeps a summary.
+# them, in JOBS processes at once; JSON=FILE keeps a summary, whose findings REPLAY=FILE runs again.
 SECONDS ?= 60
 JOBS ?= 1
 fuzz: $(VENV)/.dev
 	TRITON_INTERPRET=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -W ignore tests/fuzz.py \
-		--seconds $(SECONDS) --jobs $(JOBS) $(if $(JSON),--json $(JSON))
+		--seconds $(SECONDS) --jobs $(JOBS) $(if $(JSON),--json $(JSON)) $(if $(REPLAY),--replay $(REPLAY))
 
 # Minutes of mixed requests through vLLM's engine on CPU.
 MINUTES ?= 60
