@@ -35,6 +35,18 @@ def test_the_fuzzer_finds(damage: str, monkeypatch: pytest.MonkeyPatch):
     assert run("reference", finding.seed, [])[0] is None
 
 
+def test_an_infinity_is_right_only_where_a_16_bit_output_ends():
+    """Catches a bound that calls 65,530 in float16 wrong for being infinite, and one that lets any infinity pass."""
+    largest = torch.tensor([65530.0, -65530.0, 7e4], dtype=torch.float64)
+    tolerance = torch.ones(3, dtype=torch.float64)
+    fuzz_file.compare("out", largest.half().double(), largest, tolerance, torch.float16)
+    for wrong in (largest.half().double() * -1, largest.half().double() * torch.nan):
+        with pytest.raises(AssertionError, match="error|NaN"):
+            fuzz_file.compare("out", wrong, largest, tolerance, torch.float16)
+    with pytest.raises(AssertionError, match="error inf"):
+        fuzz_file.compare("out", torch.full_like(largest, torch.inf), largest.abs() / 2, tolerance, torch.float16)
+
+
 def break_backend(module: ModuleType, damage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     write, mask, encode, attend = module.reshape_and_cache, module.visible_mask, module.encode_rows, module._attend
 
