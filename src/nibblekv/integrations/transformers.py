@@ -33,7 +33,7 @@ __all__ = ["PagedCache", "attach", "detach"]
 IMPLEMENTATION = "nibblekv"
 # Large pages keep block tables short; a sequence wastes half of one on average.
 DEFAULT_BLOCK_SIZE = 64
-# What four bits cost in answers falls to an eighth on SmolLM2 (benchmarks/results/cpu-eval-smollm2.json), for the bytes of
+# What four bits cost in answers falls to an eighth on SmolLM2 (benchmarks/results/h200-eval-smollm2.json), for the bytes of
 # 240 more tokens of a sequence.
 DEFAULT_WINDOW, DEFAULT_SINKS = 32, 4
 LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
