@@ -136,10 +136,8 @@ def plan(
         # Few long sequences: half as many splits, each with a third tile in flight, leave less to merge. Two crowd a few
         # multiprocessors in the merge: with rings so large that four blocks fill each, all get as many. One leaves room
         # for its merge instead, so that no block of it waits for a split to end.
-        if num_seqs == 1:
-            splits = splits * 3 // 4
-        else:
-            stages, splits = (6 if num_seqs == 2 else 3), splits // 2
+        stages, quarters = {1: (2, 3), 2: (6, 2)}.get(num_seqs, (3, 2))
+        splits = splits * quarters // 4
     if splits <= 4:
         merge = (1, 4)
     elif splits <= 8 or (head_size == 256 and splits <= 16):
