@@ -60,9 +60,7 @@ from nibblekv.rotation import inverse_gain, rotate, unrotate
 # Relative error of a row of attention that a backend may have against float64 on the same pages.
 TOLERANCE = {"reference": 2e-5}
 DEFAULT_TOLERANCE = 1e-3
-# Of the queries that Triton holds: float16's, and its smallest step by the gain of `backends/triton/attention.py`.
-FLOAT16 = torch.finfo(torch.float16)
-SMALLEST_QUERY = FLOAT16.tiny * FLOAT16.eps * 64
+FLOAT16 = torch.finfo(torch.float16)  # the queries that Triton holds
 # Uniform errors have a third of their bound's square as their variance: 3 of the root sum of squares are 5.2 sigma.
 ROUNDING_SIGMAS = 3.0
 MAX_LENGTH, MAX_SEQUENCES = 45, 6
@@ -293,11 +291,14 @@ class Machine:
         rounding = torch.zeros(query.shape[:2], dtype=torch.float64)
         if self.backend != "triton":
             return rounding
+        from nibblekv.backends.triton.attention import QUERY_GAIN
+
+        smallest = torch.tensor(FLOAT16.tiny * FLOAT16.eps / QUERY_GAIN.value, dtype=torch.float64)
         fmt = self.layout.k_format
         orthonormal = math.sqrt(inverse_gain(fmt.rotation, self.layout.head_size))
         for b, stored in enumerate(keys):
             rotated = rotate(query[starts[b] : starts[b + 1]], fmt.rotation).double() * orthonormal
-            error = torch.maximum(rotated.abs() * FLOAT16.eps / 2, torch.tensor(SMALLEST_QUERY / 2, dtype=torch.float64))
+            error = torch.maximum(rotated.abs() * FLOAT16.eps, smallest) / 2
             squares = (rotate(stored.nan_to_num(0, 0, 0), fmt.rotation).double() * orthonormal) ** 2
             per_key = torch.einsum("qhd,khd->qhk", error**2, squares.repeat_interleave(self.group, 1)).sqrt()
             if per_key.numel():
