@@ -55,26 +55,29 @@ docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 # Seconds of differential fuzzing, shared by the backends of this machine, the Triton kernels in their interpreter among
-# them, in JOBS processes at once; JSON=FILE keeps a summary.
+# them, in JOBS processes at once; JSON=FILE keeps a summary, whose findings REPLAY=FILE runs again.
 SECONDS ?= 60
 JOBS ?= 1
 fuzz: $(VENV)/.dev
 	TRITON_INTERPRET=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -W ignore tests/fuzz.py \
-		--seconds $(SECONDS) --jobs $(JOBS) $(if $(JSON),--json $(JSON))
+		--seconds $(SECONDS) --jobs $(JOBS) $(if $(JSON),--json $(JSON)) $(if $(REPLAY),--replay $(REPLAY))
 
 # Minutes of mixed requests through vLLM's engine on CPU.
 MINUTES ?= 60
 soak: $(VLLM_VENV)/.base
 	$(VLLM_BIN)/python tests/vllm/soak.py --minutes $(MINUTES)
 
-# Lines of src/ that the tests run: both suites, the Triton kernels in their interpreter. Takes three times as long as
-# `make test`; the figures are kept.
+# Lines of src/ that the tests run: both suites, the Triton kernels in their interpreter. FEW parameter sets of every test
+# (FEW= for all of them, twice as long as `make test`) without the soak: at least so many lines are run; the figures are kept.
+FEW ?= 3
 COVERAGE := $(CURDIR)/build/coverage
+RUN_COVERAGE := -m 'not soak' --cov --cov-report= --durations=20
+coverage: export PYTEST_ADDOPTS = $(if $(FEW),--few $(FEW))
 coverage: $(VENV)/.dev $(VLLM_VENV)/.base
 	rm -rf $(COVERAGE)
-	COVERAGE_FILE=$(COVERAGE)/core $(BIN)/python -m pytest -n auto --cov --cov-report=
-	COVERAGE_FILE=$(COVERAGE)/vllm $(VLLM_BIN)/python -m pytest tests/vllm --cov --cov-report=
-	$(BIN)/python tests/coverage_summary.py $(COVERAGE) --json benchmarks/results/coverage.json
+	COVERAGE_FILE=$(COVERAGE)/core $(BIN)/python -m pytest tests -n auto $(RUN_COVERAGE)
+	COVERAGE_FILE=$(COVERAGE)/vllm $(VLLM_BIN)/python -m pytest tests/vllm $(RUN_COVERAGE)
+	$(BIN)/python tests/coverage_summary.py $(COVERAGE) --few '$(FEW)' --json benchmarks/results/coverage.json
 
 # The CPU kernels, built to check every address and every undefined operation, under their tests and the fuzzer.
 ASAN := build/asan

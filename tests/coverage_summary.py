@@ -50,6 +50,7 @@ def main() -> None:
     """Print the files with the most lines that no test ran, and the sums."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="of the data files")
+    parser.add_argument("--few", default="", help="parameter sets of every test that were run (default: all)")
     parser.add_argument("--json", type=Path, default=None, help="write the sums and every file's row")
     arguments = parser.parse_args()
     rows = count([str(path) for path in sorted(arguments.folder.iterdir())])
@@ -59,7 +60,7 @@ def main() -> None:
     for row in summary(rows):
         print(f"{row['percent']:5.1f} % of {row['lines']:5} lines run  {row['group']}")
     counts = [{**row, "missed": len(row["missed"])} for row in rows]
-    write_report(arguments.json, "make coverage", counts, summary=summary(rows))
+    write_report(arguments.json, f"make coverage FEW={arguments.few}", counts, summary=summary(rows))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
 """Differential fuzzing: random calls on a backend against a slow dictionary of rows.
 
     python tests/fuzz.py --seconds 600 [--seed N] [--backend NAME] [--jobs N] [--json FILE]
+    python tests/fuzz.py --replay FILE
 
 A run is a list of (call, seed) pairs on one cache. Sequences grow, are attended, read, cropped, forked and freed; the cache
 lies padded in an allocation of canaries, and every byte that is not a written row is poison. After each call the whole
 allocation must equal a shadow that only the call's own rows may have changed. A failing list is shrunk by leaving out
-calls, and printed with its seed. Several processes may run at once; their calls are summed up.
+calls, printed with its seed, and kept in the summary, whose findings `--replay` runs again, on this machine or another.
+Several processes may run at once; their calls are summed up.
 
 Half of the runs drive the operations, half a `PagedKVCache`, with and without a window and sinks. The CPU kernels run with
 one instruction set or another and on one or two threads. With TRITON_INTERPRET=1 the Triton kernels are a backend of this
@@ -26,6 +28,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -50,15 +53,21 @@ from nibblekv import (
 from nibblekv.backends import get_backend
 from nibblekv.backends.cpu import _library
 from nibblekv.cache import RAW_MARGIN, CacheFullError, PagedKVCache
-from nibblekv.formats import decode_rows, encode_rows, unpack_scale_word
+from nibblekv.formats import Role, decode_rows, encode_rows, unpack_scale_word
 from nibblekv.machine import write_report
-from nibblekv.rotation import rotate, unrotate
+from nibblekv.rotation import inverse_gain, rotate, unrotate
 
 # Relative error of a row of attention that a backend may have against float64 on the same pages.
 TOLERANCE = {"reference": 2e-5}
 DEFAULT_TOLERANCE = 1e-3
+# Of the queries that Triton holds: float16's, and its smallest step by the gain of `backends/triton/attention.py`.
+FLOAT16 = torch.finfo(torch.float16)
+SMALLEST_QUERY = FLOAT16.tiny * FLOAT16.eps * 64
+# Uniform errors have a third of their bound's square as their variance: 3 of the root sum of squares are 5.2 sigma.
+ROUNDING_SIGMAS = 3.0
 MAX_LENGTH, MAX_SEQUENCES = 45, 6
 SEEDS_APART = 10**7  # of processes: more than one of them will try
+SHRINK_SECONDS = 60.0  # sixty interpreted calls, each left out in turn, would take an hour
 PER_SEQUENCE = {"rswa_prefix_lens", "mm_prefix_ranges", "raw_key", "raw_value"}
 Calls = list[tuple[str, int]]
 
@@ -69,6 +78,26 @@ class Sequence:
 
     pages: list[int]
     length: int = 0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A list of calls that fails, and all that it takes to run it again.
+
+    failure: what `calls` ends with; first_failure: what the run did before its calls were left out, which may be another.
+    instruction_set: of the CPU kernels, "" for other backends.
+    """
+
+    backend: str
+    seed: int
+    instruction_set: str
+    calls: Calls
+    failure: str
+    first_failure: str
+
+    def __str__(self) -> str:
+        where = f"{self.backend}{self.instruction_set and f' with {self.instruction_set}'}"
+        return f"{where}: seed {self.seed}, {len(self.calls)} calls {self.calls}\n{self.failure}"
 
 
 class Machine:
@@ -167,12 +196,13 @@ class Machine:
         kept = mapping >= 0
         block, slot = mapping[kept] // layout.block_size, mapping[kept] % layout.block_size
         stored = []
-        for raw, fmt, codes, words in (
-            (key[kept], layout.k_format, "key_cache", "k_scale_cache"),
-            (value[kept], layout.v_format, "value_cache", "v_scale_cache"),
-        ):
+        sides: tuple[tuple[Role, torch.Tensor, QuantFormat, str, str], ...] = (
+            ("key", key[kept], layout.k_format, "key_cache", "k_scale_cache"),
+            ("value", value[kept], layout.v_format, "value_cache", "v_scale_cache"),
+        )
+        for role, raw, fmt, codes, words in sides:
             code_rows, word_rows = getattr(views, codes)[block, slot], getattr(views, words)[block, slot]
-            check_rows(raw, code_rows, word_rows, fmt)
+            check_rows(raw, code_rows, word_rows, fmt, role)
             getattr(shadow, codes)[block, slot] = code_rows
             getattr(shadow, words)[block, slot] = word_rows
             stored.append(unrotate(decode_rows(code_rows, word_rows, fmt), fmt.rotation))
@@ -235,10 +265,10 @@ class Machine:
         tolerance = TOLERANCE.get(self.backend, DEFAULT_TOLERANCE)
         scale = 1.0 if opts.output_scale is None else float(opts.output_scale)
         size = max((float(v.nan_to_num(0).abs().max()) for _, v in rows + (kept or []) if len(v)), default=0.0) / scale
-        slack = self._score_rounding(query, rows + (kept or []), opts.softmax_scale) if own else 0.0
-        compare("out", got[0].double(), expected, (tolerance + slack) * size, dtype)
+        rounding = self._score_rounding(query, [keys for keys, _ in rows], starts, opts.softmax_scale)
+        compare("out", got[0].double(), expected, ((tolerance + rounding) * size)[..., None].expand_as(expected), dtype)
         whole = ~expected.isnan().any(-1)  # a row that a NaN value made NaN may or may not have a log-sum-exp
-        compare("lse", got[1].double()[whole], expected_lse[whole], 10 * tolerance + slack, torch.float32)
+        compare("lse", got[1].double()[whole], expected_lse[whole], (10 * tolerance + rounding)[whole], torch.float32)
         if opts.batch_invariant and not self.long:
             b = random.randrange(len(chosen))
             mine = slice(starts[b], starts[b + 1])
@@ -251,13 +281,28 @@ class Machine:
                 same = lone.view(torch.uint8) == among[mine].contiguous().view(torch.uint8)
                 assert same.all(), f"{name}: a row alone and in a batch differ, with batch_invariant"
 
-    def _score_rounding(self, query: torch.Tensor, rows: Rows, softmax_scale: float) -> float:
-        """Bound what scores lose where a prefill's prefix meets rotated queries on tensor cores, both rounded to float16."""
+    def _score_rounding(
+        self, query: torch.Tensor, keys: list[torch.Tensor], starts: list[int], softmax_scale: float
+    ) -> torch.Tensor:
+        """Bound what the scores of each row lose, [num_tokens, num_query_heads]: Triton holds rotated queries as float16.
+
+        Every coordinate is off by half a unit of its last place at most. Such errors times a key's coordinates add up to
+        `ROUNDING_SIGMAS` times the root of the sum of their squares at most: surely where few coordinates count, else all
+        but surely. An error of every score by x moves a row of the output by at most x times the largest value.
+        """
+        rounding = torch.zeros(query.shape[:2], dtype=torch.float64)
         if self.backend != "triton":
-            return 0.0
-        longest = max((float(keys.nan_to_num(0, 0, 0).norm(dim=-1).max()) for keys, _ in rows if len(keys)), default=0.0)
-        products = float(query.float().norm(dim=-1).max()) * longest * abs(softmax_scale) if len(query) else 0.0
-        return 2**-10 * products / math.sqrt(self.layout.head_size)
+            return rounding
+        fmt = self.layout.k_format
+        orthonormal = math.sqrt(inverse_gain(fmt.rotation, self.layout.head_size))
+        for b, stored in enumerate(keys):
+            rotated = rotate(query[starts[b] : starts[b + 1]], fmt.rotation).double() * orthonormal
+            error = torch.maximum(rotated.abs() * FLOAT16.eps / 2, torch.tensor(SMALLEST_QUERY / 2, dtype=torch.float64))
+            squares = (rotate(stored.nan_to_num(0, 0, 0), fmt.rotation).double() * orthonormal) ** 2
+            per_key = torch.einsum("qhd,khd->qhk", error**2, squares.repeat_interleave(self.group, 1)).sqrt()
+            if per_key.numel():
+                rounding[starts[b] : starts[b + 1]] = per_key.amax(-1) * (ROUNDING_SIGMAS * abs(softmax_scale))
+        return rounding
 
     def _outputs(self, query: torch.Tensor, dtype: torch.dtype) -> dict[str, Any]:
         out = torch.full((*query.shape[:2], self.layout.head_size_v), math.nan).to(dtype)
@@ -565,8 +610,8 @@ class PagedMachine(Machine):
             for layer, pair in enumerate(given):
                 got = self.cache.gather(sequence.seq_id, layer)
                 new = [x[first : first + count] for x in pair]
-                for x, stored, fmt in zip(new, got, (self.layout.k_format, self.layout.v_format), strict=True):
-                    check_decoded(x, stored[sequence.length :], fmt)
+                for role, x, stored in zip(("key", "value"), new, got, strict=True):
+                    check_decoded(x, stored[sequence.length :], self.layout, role)
                 old_and_new = [torch.cat((o, n[len(o) :])) for o, n in zip(sequence.rows[layer], got, strict=True)]
                 rows.append((old_and_new[0], old_and_new[1]))
                 as_kept = [x.to(self.raw_dtype).float() for x in new]
@@ -679,17 +724,30 @@ class PagedMachine(Machine):
         raise AssertionError("a bad call was accepted")
 
 
-def check_decoded(raw: torch.Tensor, decoded: torch.Tensor, fmt: QuantFormat) -> None:
+def check_decoded(raw: torch.Tensor, decoded: torch.Tensor, layout: KVCacheLayout, role: Role) -> None:
     """Check read-back rows [tokens, heads, head_size]: hardly worse than the reference's, and the NaN policy."""
     bad = ~raw.isfinite().all(-1)
     assert torch.equal(decoded.isnan().all(-1), bad), "exactly the rows with NaN or Inf must decode to NaN"
     x, decoded = raw[~bad].float(), decoded[~bad]
-    ideal = (dequantize(*quantize(x, fmt), fmt) - x).norm(dim=-1)
+    fmt = layout.k_format if role == "key" else layout.v_format
+    ideal = (dequantize(*quantize(x, fmt, role=role), fmt) - x).norm(dim=-1)
     assert ((decoded - x).norm(dim=-1) <= 1.2 * ideal + 1e-3 * x.norm(dim=-1)).all(), "rows read back wrong"
 
 
-def check_rows(raw: torch.Tensor, codes: torch.Tensor, words: torch.Tensor, fmt: QuantFormat) -> None:
-    """Check stored rows [tokens, heads, ...] against raw ones [.., head_size]: bounds, steps, and the NaN policy."""
+def check_error(y: torch.Tensor, decoded: torch.Tensor, words: torch.Tensor, fmt: QuantFormat, steps: float = 0.51) -> None:
+    """Check decoded rows [..., head_size], still rotated, against y: within so many of their steps, or half a float8's."""
+    scale = unpack_scale_word(words, fmt)[0][..., None]
+    bound = steps * scale if fmt.code != "fp8" else torch.maximum(y.abs() / 15, scale * 2.0**-9)
+    error = (y - decoded).abs()
+    within = error <= bound + 1e-5 * y.abs().amax(-1, keepdim=True)
+    assert within.all(), f"error {float((error - bound).max())} beyond {steps} steps"
+
+
+def check_rows(raw: torch.Tensor, codes: torch.Tensor, words: torch.Tensor, fmt: QuantFormat, role: Role) -> None:
+    """Check stored rows [tokens, heads, ...] against raw ones [.., head_size]: bounds, steps, and the NaN policy.
+
+    role: "key" if the words are refitted.
+    """
     y, decoded = rotate(raw, fmt.rotation), decode_rows(codes, words, fmt)
     bad = ~raw.isfinite().all(-1)
     assert decoded[bad].isnan().all(), "a row with NaN or Inf must decode to NaN"
@@ -697,16 +755,25 @@ def check_rows(raw: torch.Tensor, codes: torch.Tensor, words: torch.Tensor, fmt:
     if not len(y):
         return
     scale, _ = unpack_scale_word(words, fmt)
-    ideal, _ = unpack_scale_word(encode_rows(y, fmt)[1], fmt)
+    plain = encode_rows(y, fmt)[1]
+    ideal, _ = unpack_scale_word(plain, fmt)
     size = y.abs().amax(-1)
-    assert ((scale - ideal).abs() <= 0.01 * ideal + 1e-6 * size).all(), f"scale {scale} where {ideal} is right"
-    bound = 0.51 * scale[:, None] if fmt.code != "fp8" else torch.maximum(y.abs() / 15, scale[:, None] * 2.0**-9)
-    error = (y - decoded).abs()
-    assert (error <= bound + 1e-5 * size[:, None]).all(), f"error {float((error - bound).max())} beyond half a step"
+    right, half = (scale - ideal).abs() <= 0.01 * ideal + 1e-6 * size, 0.51
+    if role == "key" and fmt.word == "scale_min":
+        # One code that is rounded the other way changes the pair, but never that it is unbiased along the row.
+        centred = y.double() - y.double().mean(-1, keepdim=True)
+        variance, half = (centred * centred).sum(-1), 17 / 8 * fmt.code_max / (fmt.code_max - 1) + 0.01
+        rounding = 1e-6 * size * centred.abs().sum(-1)
+        unbiased = ((centred * decoded.double()).sum(-1) - variance).abs() <= 0.005 * variance + rounding
+        left = (encode_rows(y, fmt, role)[1] != plain) & ~unbiased  # a row at the border of what is refitted may stay
+        assert left.sum() <= 1 + 0.02 * left.numel(), f"{int(left.sum())} keys are not refitted"
+        right = right | unbiased
+    assert right.all(), f"scale {scale} where {ideal} is right"
+    check_error(y, decoded, words, fmt, half)
 
 
-def compare(name: str, got: torch.Tensor, expected: torch.Tensor, tolerance: float, dtype: torch.dtype) -> None:
-    """Raise unless NaN and infinities agree and finite values do within tolerance and one rounding to dtype."""
+def compare(name: str, got: torch.Tensor, expected: torch.Tensor, tolerance: torch.Tensor, dtype: torch.dtype) -> None:
+    """Raise unless NaN and infinities agree and finite values do within their tolerance and one rounding to dtype."""
     assert torch.equal(got.isnan(), expected.isnan()), (
         f"{name}: NaN in {int(got.isnan().sum())}, not {int(expected.isnan().sum())}"
     )
@@ -715,7 +782,7 @@ def compare(name: str, got: torch.Tensor, expected: torch.Tensor, tolerance: flo
     finite = expected.isfinite()
     error = (got[finite] - expected[finite]).abs()
     info = torch.finfo(dtype)
-    bound = tolerance + expected[finite].abs() * info.eps + info.tiny * info.eps
+    bound = tolerance[finite] + expected[finite].abs() * info.eps + info.tiny * info.eps
     if (error > bound).any():
         worst = (error - bound).argmax()
         raise AssertionError(f"{name}: error {float(error[worst]):.3g} where {float(bound[worst]):.3g} is allowed")
@@ -730,16 +797,17 @@ def same_rows(got: torch.Tensor, expected: torch.Tensor) -> bool:
 MACHINES: tuple[type[Machine], ...] = (Machine, PagedMachine)
 
 
-def run(backend: str, seed: int, calls: Calls, end: float = math.inf) -> tuple[str | None, Machine, int]:
+def run(
+    backend: str, seed: int, calls: Calls, end: float = math.inf, instruction_set: str | None = None
+) -> tuple[str | None, Machine, int]:
     """Run a list of calls on a fresh machine; return (what failed, or None; the machine; calls that were started).
 
-    end: of the monotonic clock, after which no further call is started.
+    end: of the monotonic clock, after which no further call is started. instruction_set: default `drawn_instruction_set`.
     """
-    random = Random(~seed)
     threads = torch.get_num_threads()
-    torch.set_num_threads(random.choice([1] * 9 + [2]))
+    torch.set_num_threads(Random(~seed).choice([1] * 9 + [2]))
     if backend == "cpu":
-        _library.use_instruction_set(random.choice(instruction_sets()))
+        _library.use_instruction_set(instruction_set or drawn_instruction_set(backend, seed))
     machine = MACHINES[seed % 2](backend, seed)
     try:
         for i, (call, call_seed) in enumerate(calls):
@@ -756,6 +824,11 @@ def run(backend: str, seed: int, calls: Calls, end: float = math.inf) -> tuple[s
             _library.use_instruction_set("")
 
 
+def drawn_instruction_set(backend: str, seed: int) -> str:
+    """Return the instruction set that a seed's calls run with: those to draw from are the machine's."""
+    return Random(f"instruction set {seed}").choice(instruction_sets()) if backend == "cpu" else ""
+
+
 @functools.cache
 def instruction_sets() -> list[str]:
     """Return those of the CPU kernels that this machine runs."""
@@ -767,50 +840,64 @@ def instruction_sets() -> list[str]:
     return found
 
 
-def shrink(backend: str, seed: int, calls: Calls) -> Calls:
-    """Leave out runs of calls, halving their length, without which the list still fails."""
+def shrink(backend: str, seed: int, calls: Calls, end: float = math.inf) -> Calls:
+    """Leave out runs of calls, halving their length, without which the list still fails, until `end` of the clock."""
     size = len(calls)
     while size:
         for i in range(len(calls) - size, -1, -size):
             shorter = calls[:i] + calls[i + size :]
-            failure, _, started = run(backend, seed, shorter)
+            failure, _, started = run(backend, seed, shorter, end)
             if failure is not None:
                 calls = shorter[:started]
         size //= 2
     return calls
 
 
-def fuzz(backend: str, seconds: float, seed: int) -> tuple[int, str | None]:
-    """Run fresh machines until the time is over; return (calls made, the first finding)."""
+def fuzz(backend: str, seconds: float, seed: int) -> tuple[int, Finding | None]:
+    """Run fresh machines until the time is over; return (calls made, the first finding).
+
+    A finding is shrunk for `SHRINK_SECONDS` more at most.
+    """
     end, made = time.monotonic() + seconds, 0
     while time.monotonic() < end:
         random = Random(seed)
         calls = [("grow", random.getrandbits(40))] * 2
         calls += [(random.choice(MACHINES[seed % 2].CALLS), random.getrandbits(40)) for _ in range(60)]
-        failure, machine, started = run(backend, seed, calls, end)
-        if failure is not None:
-            smallest = shrink(backend, seed, calls[:started])
-            failure = run(backend, seed, smallest)[0]
-            return made, f"{backend}: seed {seed}, {len(smallest)} calls {smallest}\n{failure}"
+        first_failure, machine, started = run(backend, seed, calls, end)
+        if first_failure is not None:
+            print(f"{backend}: seed {seed}, shrinking {started} calls\n{first_failure}", flush=True)
+            smallest = shrink(backend, seed, calls[:started], time.monotonic() + SHRINK_SECONDS)
+            failure = run(backend, seed, smallest)[0] or "nothing: it fails now and then"
+            return made, Finding(backend, seed, drawn_instruction_set(backend, seed), smallest, failure, first_failure)
         made += started - machine.refused
         seed += 1
     return made, None
 
 
-def fuzz_backends(backends: list[str], seconds: float, seed: int) -> list[dict[str, Any]]:
-    """Fuzz each backend for an equal share of the time; return a row for each, and print it."""
-    rows = []
+def fuzz_backends(backends: list[str], seconds: float, seed: int) -> Iterator[dict[str, Any]]:
+    """Fuzz each backend for an equal share of the time; yield a row for each, and print it."""
     for backend in backends:
-        made, failure = fuzz(backend, seconds / len(backends), seed)
-        print(f"{backend}: seeds from {seed}, {made} calls, {'no findings' if failure is None else failure}", flush=True)
-        rows.append({"backend": backend, "calls": made, "findings": [failure] if failure else []})
-    return rows
+        made, finding = fuzz(backend, seconds / len(backends), seed)
+        print(f"{backend}: seeds from {seed}, {made} calls, {finding or 'no findings'}", flush=True)
+        yield {"backend": backend, "calls": made, "findings": [dataclasses.asdict(finding)] if finding else []}
 
 
-def fuzz_in_parallel(jobs: int, seconds: float, seed: int, arguments: list[str]) -> list[dict[str, Any]]:
-    """Run this file in processes with seeds far apart; return their rows, summed up by backend.
+def replay(file: Path) -> int:
+    """Run the findings of a summary again, print what each does here, and return how many still fail."""
+    failing = 0
+    for row in json.loads(file.read_text())["rows"]:
+        for finding in row["findings"]:
+            backend, seed, instruction_set = finding["backend"], finding["seed"], finding["instruction_set"]
+            failure = run(backend, seed, finding["calls"], instruction_set=instruction_set)[0]
+            print(f"{backend}: seed {seed}, {len(finding['calls'])} calls, {failure or 'no failure'}", flush=True)
+            failing += failure is not None
+    return failing
 
-    A process that dies is a finding.
+
+def fuzz_in_parallel(jobs: int, seconds: float, seed: int, arguments: list[str]) -> Iterator[list[dict[str, Any]]]:
+    """Run this file in processes with seeds far apart; whenever one has ended, yield the rows so far, summed up by backend.
+
+    A process that dies is a finding, without calls.
     """
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder) / f"{job}.json" for job in range(jobs)]
@@ -822,15 +909,16 @@ def fuzz_in_parallel(jobs: int, seconds: float, seed: int, arguments: list[str])
         total: dict[str, dict[str, Any]] = {}
         for job, (process, file) in enumerate(zip(started, files, strict=True)):
             code = process.wait()
-            died = f"the process of seeds from {seed + job * SEEDS_APART} ended with {code}"
-            rows = (
-                json.loads(file.read_text())["rows"] if file.exists() else [{"backend": "", "calls": 0, "findings": [died]}]
-            )
+            rows = json.loads(file.read_text())["rows"] if file.exists() else []
+            if code not in (0, 1):
+                first = seed + job * SEEDS_APART
+                died = Finding("unknown", first, "", [], f"the process of seeds from {first} ended with {code}", "")
+                rows.append({"backend": died.backend, "calls": 0, "findings": [dataclasses.asdict(died)]})
             for row in rows:
                 sums = total.setdefault(row["backend"], {"backend": row["backend"], "calls": 0, "findings": []})
                 sums["calls"] += row["calls"]
                 sums["findings"] += row["findings"]
-    return list(total.values())
+            yield list(total.values())
 
 
 def main() -> int:
@@ -841,20 +929,35 @@ def main() -> int:
     parser.add_argument("--backend", default=None, help="one backend (default: every one that serves CPU tensors)")
     parser.add_argument("--jobs", type=int, default=1, help="processes, each for all of the time")
     parser.add_argument("--json", type=Path, default=None, help="a summary, with the machine and the command")
+    parser.add_argument("--replay", type=Path, default=None, help="run the findings of such a summary again")
     arguments = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET") == "1":
         take_numpy_2_4()
+    if arguments.replay is not None:
+        return 1 if replay(arguments.replay) else 0
     seed = int(time.time()) if arguments.seed is None else arguments.seed
-    if arguments.jobs > 1:
-        only = ["--backend", arguments.backend] if arguments.backend else []
-        rows = fuzz_in_parallel(arguments.jobs, arguments.seconds, seed, only)
-    else:
-        rows = fuzz_backends([arguments.backend] if arguments.backend else usable_backends(), arguments.seconds, seed)
-    calls, findings = sum(row["calls"] for row in rows), sum(len(row["findings"]) for row in rows)
     command = f"make fuzz SECONDS={arguments.seconds:g} JOBS={arguments.jobs}"
-    write_report(arguments.json, command, rows, first_seed=seed, calls=calls, findings=findings)
+    rows: list[dict[str, Any]] = []
+    calls = findings = 0
+    for rows in _rows_so_far(arguments, seed):
+        # After each, so that a run that is cut short leaves what it found.
+        calls, findings = sum(row["calls"] for row in rows), sum(len(row["findings"]) for row in rows)
+        write_report(arguments.json, command, rows, first_seed=seed, calls=calls, findings=findings)
     print(f"calls: {calls}, findings: {findings}")
     return 1 if findings else 0
+
+
+def _rows_so_far(arguments: argparse.Namespace, seed: int) -> Iterator[list[dict[str, Any]]]:
+    """Fuzz as the arguments say; yield the rows that there are, again and again."""
+    if arguments.jobs > 1:
+        only = ["--backend", arguments.backend] if arguments.backend else []
+        yield from fuzz_in_parallel(arguments.jobs, arguments.seconds, seed, only)
+        return
+    backends = [arguments.backend] if arguments.backend else usable_backends()
+    rows: list[dict[str, Any]] = []
+    for row in fuzz_backends(backends, arguments.seconds, seed):
+        rows.append(row)
+        yield rows
 
 
 if __name__ == "__main__":

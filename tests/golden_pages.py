@@ -1,6 +1,7 @@
 """Write the golden file of a new format: `python tests/golden_pages.py FORMAT`. One that exists is never written again.
 
-A file holds two pages of one KV head in which 20 of 32 slots were written, and what some slots decode to.
+A file holds two pages of one KV head in which 20 of 32 slots were written, and what some slots decode to. `int4.v1`,
+`int3.v1` and `int2.v1` are from before keys were refitted; `.refit` ones are what is written since.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from nibblekv import KVCacheLayout, gather_and_dequantize, reshape_and_cache
+from nibblekv import KVCacheLayout, QuantFormat, gather_and_dequantize, reshape_and_cache
 
 FOLDER = Path(__file__).parent / "golden"
 HEAD_SIZE, HEAD_SIZE_V, BLOCKS, WRITTEN, DECODED = 96, 40, 2, 20, (0, 7, 19)
@@ -35,6 +36,11 @@ def write_pages(layout: KVCacheLayout) -> torch.Tensor:
     return kv_cache
 
 
+def golden_file(fmt: QuantFormat) -> Path:
+    """Return the file whose bytes today's encoder writes."""
+    return FOLDER / f"{fmt.name}.v{fmt.version}{'.refit' if fmt.word == 'scale_min' else ''}.json"
+
+
 def digits(row: torch.Tensor) -> list[float]:
     """Return the values to the nine digits that tell float32 numbers apart."""
     return [float(f"{x:.9g}") for x in row.tolist()]
@@ -54,8 +60,7 @@ def main() -> None:
         "pages": [bytes(page.flatten().tolist()).hex() for page in kv_cache],
         "slots": {str(slot): {"key": digits(key[slot, 0]), "value": digits(value[slot, 0])} for slot in DECODED},
     }
-    path = FOLDER / f"{record['format']}.v{record['version']}.json"
-    with path.open("x") as file:  # "x": refuse to overwrite
+    with golden_file(layout.k_format).open("x") as file:  # "x": refuse to overwrite
         json.dump(record, file, separators=(",", ":"))
         file.write("\n")
 

@@ -157,7 +157,7 @@ def test_softcap_is_finite_for_huge_scores(cap: float):
     batch = Batch.make(layout, [40], [6], 2, magnitude=30.0)
     assert float((batch.query.flatten(0, 1) @ batch.stored_key[0][:, 0].T).abs().max()) / 8 / cap > 88
     # scores reach 1e3, so a relative error of 1e-6 moves one that happens to be near zero by cap's own order
-    tolerance = 1e-5 if Batch.backend == "reference" else 3e-3
+    tolerance = 1e-4 if Batch.backend == "reference" else 3e-3
     assert_matches(batch.attend(softcap=cap), expect(batch, {"softcap": cap})[0], tolerance)
 
 

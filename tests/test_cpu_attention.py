@@ -146,7 +146,10 @@ def test_dtypes(instruction_set: str, dtype: torch.dtype, raw_chunk: bool):
 
 
 def test_float8_output(instruction_set: str):
-    """Case 11: scaled, clamped and cast after the inverse rotation; the reference's codes but for rounding."""
+    """Case 11: scaled, clamped and cast after the inverse rotation; the reference's codes but for rounding.
+
+    Next to zero float8's steps are finer than the kernel's own error.
+    """
     layout = KVCacheLayout.create("int4", num_kv_heads=2, head_size=64)
     batch = Batch.make(layout, SEQ_LENS, QUERY_LENS, 6)
     scale = torch.tensor([0.004])
@@ -157,7 +160,8 @@ def test_float8_output(instruction_set: str):
     codes, expected_codes = (x.view(torch.uint8).int() for x in (out, expected))
     ranks = (torch.where(c >= 128, 128 - c, c) for c in (codes, expected_codes))  # sign and magnitude; -0 is 0
     steps = torch.sub(*ranks).abs()
-    assert steps.max() <= 1
+    close = (out.float() - expected.float()).abs() * scale <= 0.1 * TOLERANCE * batch.attend().norm(dim=-1).max()
+    assert ((steps <= 1) | close).all()
     assert (steps > 0).float().mean() < 0.01
 
 

@@ -30,8 +30,8 @@ class RoundTripCache(transformers.DynamicCache):
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
         rows = [
-            dequantize(*quantize(x, format), format).to(x.dtype)
-            for x, format in zip((key_states, value_states), self.formats, strict=True)
+            dequantize(*quantize(x, format, role=role), format).to(x.dtype)
+            for role, x, format in zip(("key", "value"), (key_states, value_states), self.formats, strict=True)
         ]
         return super().update(*rows, layer_idx, *args, **kwargs)
 

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from golden_pages import BLOCKS, FOLDER, WRITTEN, write_pages
+from golden_pages import BLOCKS, FOLDER, WRITTEN, golden_file, write_pages
 
 from nibblekv import FORMATS, KVCacheLayout, gather_and_dequantize
 
@@ -37,13 +37,13 @@ def test_golden_pages_decode_to_what_they_did(path):
             )
     assert any(golden["slots"]["19"]["key"])
     assert not key[WRITTEN:].any()
-    # and today's encoder still writes these bytes: its rules are part of the format
-    assert torch.equal(write_pages(layout), kv_cache)
+    if path == golden_file(layout.k_format):  # and today's encoder still writes these bytes
+        assert torch.equal(write_pages(layout), kv_cache)
 
 
 def test_every_format_has_a_golden_file():
     """Catches a new format or version without one: `python tests/golden_pages.py FORMAT` writes it."""
-    assert {p.stem for p in FILES} >= {f"{f.name}.v{f.version}" for f in FORMATS.values()}
+    assert set(FILES) >= {golden_file(f) for f in FORMATS.values()}
 
 
 def test_golden_files_stay_small():

@@ -101,10 +101,11 @@ def test_combine_kernel_does_not_spill(head_size, warps, rows, raw, registers, t
     assert used <= registers
 
 
-# SASS instructions a packed value, set-up included (measured in a step: 10.4 and 8.7): at 10, issue takes 60 % of the roof.
+# SASS instructions a packed value, set-up included, over keys and values. With the zero point both are encoded alike and the
+# compiler makes one copy of the code, so that half of what each executes is counted; keys that are refitted have their own.
 @pytest.mark.parametrize(
     ("head_size", "zero", "registers", "per_value"),
-    [(128, False, 128, 11.5), (256, False, 255, 10), (128, True, 128, 13.5)],
+    [(128, False, 128, 27.5), (256, False, 255, 22.5), (128, True, 128, 13.5)],
     ids=["d128", "d256", "d128-zero-point"],
 )
 def test_write_kernel_fits_and_stays_lean(head_size, zero, registers, per_value, tmp_path):
@@ -118,7 +119,7 @@ def test_write_kernel_fits_and_stays_lean(head_size, zero, registers, per_value,
     assert used <= registers
     assert compiled.metadata.shared == 0
     instructions = len(re.findall(r"/\*[0-9a-f]{4,5}\*/", sass))
-    assert instructions * 32 <= per_value * 2 * steps * 8 * head_size  # keys and values are two copies of the code
+    assert instructions * 32 <= per_value * 2 * steps * 8 * head_size
 
 
 @pytest.mark.parametrize("head_size", [128, 512])

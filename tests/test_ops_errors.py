@@ -305,6 +305,7 @@ def test_gradients_and_autocast_do_not_reach_the_operations():
         (lambda: quantize(torch.tensor(1.0)), ValueError, "x.shape[-1]: expected"),
         (lambda: quantize(torch.ones(3, 64).double()), TypeError, "x: expected one of"),
         (lambda: quantize(torch.ones(3, 64), "int7"), ValueError, "format: expected one of int4"),
+        (lambda: quantize(torch.ones(3, 64), role="query"), ValueError, "role: expected 'key' or 'value', got 'query'"),
         (lambda: dequantize(torch.zeros(3, 32), torch.zeros(3)), TypeError, "codes: expected one of torch.uint8"),
         (lambda: dequantize(codes(3, 32), torch.zeros(3)), TypeError, "words: expected one of torch.int32"),
         (lambda: dequantize(codes(3, 32), codes(2).int()), ValueError, "words: expected shape (3,), got (2,)"),

@@ -35,8 +35,8 @@ def rows(layout, count, generator):
     return key, value
 
 
-def stored(x, layout):
-    return dequantize(*quantize(x, layout.k_format), layout.k_format)
+def stored(x, layout, role):
+    return dequantize(*quantize(x, layout.k_format, role=role), layout.k_format)
 
 
 def random_tokens(cache, count, generator):
@@ -77,7 +77,9 @@ class PagedKVCacheMachine(RuleBasedStateMachine):
         assert step.seq_lens.tolist() == [self.cache.length(i) for i in ids]
         for layer, (key, value) in enumerate(zip(keys, values, strict=True)):
             layout = self.cache.layouts[layer]
-            parts = zip(ids, stored(key, layout).split(counts), stored(value, layout).split(counts), strict=True)
+            parts = zip(
+                ids, *(stored(x, layout, role).split(counts) for role, x in (("key", key), ("value", value))), strict=True
+            )
             for seq_id, new_key, new_value in parts:
                 old_key, old_value = self.model[seq_id][layer]
                 self.model[seq_id][layer] = torch.cat((old_key, new_key)), torch.cat((old_value, new_value))
@@ -327,7 +329,10 @@ class Kept:
 
     def packed(self):
         """Return each layer's (key, value) as pages hold them."""
-        return [tuple(stored(x, layout) for x in pair) for pair, layout in zip(self.rows, self.layouts, strict=True)]
+        return [
+            tuple(map(stored, pair, (layout, layout), ("key", "value")))
+            for pair, layout in zip(self.rows, self.layouts, strict=True)
+        ]
 
     def raw(self):
         """Return each layer's (key, value) as window and sinks give them: stored where the ring has lost a token."""

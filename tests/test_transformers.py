@@ -150,7 +150,8 @@ class DequantizedCache(DynamicCache):
         self.format = format
 
     def update(self, key_states, value_states, *args, **kwargs):
-        states = (dequantize(*quantize(x, self.format), self.format) for x in (key_states, value_states))
+        roles = {"key": key_states, "value": value_states}
+        states = (dequantize(*quantize(x, self.format, role=role), self.format) for role, x in roles.items())
         return super().update(*states, *args, **kwargs)
 
 
@@ -783,7 +784,8 @@ def oracle_attention(format, pads, strict):
         raw = (k < KEPT["sinks"]) | (q - k < KEPT["window"])
         if length > 1 and not strict:
             raw = raw | (k >= columns - length - first)
-        forms = [(x, dequantize(*quantize(x, format), format)) for x in (key, value)]
+        roles = {"key": key, "value": value}
+        forms = [(x, dequantize(*quantize(x, format, role=role), format)) for role, x in roles.items()]
         (key, stored_key), (value, stored_value) = (
             [x.repeat_interleave(heads // x.shape[1], 1) for x in pair] for pair in forms
         )

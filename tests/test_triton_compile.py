@@ -83,7 +83,7 @@ def test_write_compiles(target: str, dtype: torch.dtype, format: str) -> None:
         write.reshape_and_cache(
             rows, rows, meta(*layout.shape(512), dtype=torch.uint8), meta(4096, dtype=torch.int64), layout
         )
-    check(target, launches, "write_kernel")
+    check(target, launches, "write_kernel", local_bytes=8 if target == "sm_80" else 0)
 
 
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])

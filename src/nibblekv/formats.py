@@ -22,6 +22,7 @@ __all__ = ["FORMATS", "QuantFormat", "decode_rows", "encode_rows", "get_format",
 CodeKind = Literal["uint4", "uint3", "uint2", "int8", "fp8"]
 WordKind = Literal["scale_zero", "scale_min", "scale"]
 PageKind = Literal["interleaved", "planar"]
+Role = Literal["key", "value"]
 
 SCALE_WORD_BYTES = 4
 MIN_HEAD_SIZE, MAX_HEAD_SIZE, HEAD_SIZE_MULTIPLE = 32, 512, 8
@@ -38,6 +39,9 @@ SCALE_FLOOR = 2.0**-100
 # The outermost codes of `scale_min` lie inside the row's range by one such part of it: a quarter of a step for `uint4`, else
 # half. Steps are then 3, 12 and 25 % smaller, and the outermost values still no further than half a step from their codes.
 EDGE = {"uint4": 62.0, "uint3": 16.0, "uint2": 8.0}
+# The refit of a key is dropped if all its codes are equal, so that their covariance with the row, in steps squared, is below
+# the first of these but for rounding; and if rounding its bias would shift it by more than the second, in steps.
+REFIT_COVARIANCE, REFIT_SHIFT = 0.5, 0.125
 
 
 @dataclass(frozen=True)
@@ -118,7 +122,7 @@ def check_head_size(head_size: int, name: str = "head_size") -> None:
         )
 
 
-def encode_rows(y: torch.Tensor, fmt: QuantFormat) -> tuple[torch.Tensor, torch.Tensor]:
+def encode_rows(y: torch.Tensor, fmt: QuantFormat, role: Role = "value") -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize rotated rows.
 
     A row that holds NaN or Inf, or whose scale leaves float32, is stored as code 0 with a NaN scale word, so that it decodes
@@ -126,6 +130,7 @@ def encode_rows(y: torch.Tensor, fmt: QuantFormat) -> tuple[torch.Tensor, torch.
 
     Args:
         y: [..., head_size] float32, in the rotated domain.
+        role: what the rows are. Codes do not depend on it; the scale words of keys do, in `scale_min` formats (`_refit`).
 
     Returns:
         codes: [..., row_bytes] uint8.
@@ -140,6 +145,8 @@ def encode_rows(y: torch.Tensor, fmt: QuantFormat) -> tuple[torch.Tensor, torch.
         scale = torch.where(scale < SCALE_FLOOR, torch.zeros_like(scale), scale)
         inverse = torch.where(scale > 0, 1.0 / scale, torch.zeros_like(scale))
         codes = (y - bias[..., None]) * inverse[..., None]
+        if role == "key":
+            scale, bias = _refit(codes, scale, bias, fmt)
         words = scale.view(torch.int32) | ((bias.view(torch.int32) >> 16) & 0xFFFF)
     elif fmt.word == "scale_zero":
         # The range always includes zero: a zero point clamped to 0..15 cannot express a row that does not straddle it.
@@ -195,9 +202,40 @@ def unpack_scale_word(words: torch.Tensor, fmt: QuantFormat) -> tuple[torch.Tens
     return words.view(torch.float32), torch.zeros(words.shape, dtype=torch.float32, device=words.device)
 
 
+def _refit(
+    steps: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor, fmt: QuantFormat
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the scale and bias with which the rounded codes of a key are unbiased along the key itself.
+
+    Rounding adds noise to a row, so a row fitted to its codes by least squares, or nearly so, is too short along itself by
+    the noise's part, and a query that looks for the key sees its score too near the mean. The scale that undoes this is
+    var(y) / cov(code, y). A pair that would move codes too far is not taken (docs/format.md).
+
+    Args:
+        steps: [..., head_size] float32, (y - bias) / scale: the codes before they are rounded.
+    """
+    # Sums in float64: their order then decides no bit.
+    codes, steps = _round_codes(steps, fmt).double(), steps.double()
+    scale, bias = scale.double(), bias.double()
+    steps_mean, codes_mean = steps.mean(-1), codes.mean(-1)
+    centred = steps - steps_mean[..., None]
+    covariance = (centred * (codes - codes_mean[..., None])).sum(-1)
+    new_scale = (scale * ((centred * centred).sum(-1) / covariance)).bfloat16().double()
+    exact_bias = bias + scale * steps_mean - new_scale * codes_mean
+    new_bias = exact_bias.bfloat16().double()
+    # Comparisons with NaN are false.
+    taken = (covariance >= REFIT_COVARIANCE) & ((new_scale - scale).abs() * fmt.code_max <= scale)
+    taken = taken & ((new_bias - exact_bias).abs() <= scale * REFIT_SHIFT)
+    return torch.where(taken, new_scale, scale).float(), torch.where(taken, new_bias, bias).float()
+
+
+def _round_codes(codes: torch.Tensor, fmt: QuantFormat) -> torch.Tensor:
+    return torch.floor(codes + 0.5).clamp(0, fmt.code_max)
+
+
 def _pack_codes(codes: torch.Tensor, fmt: QuantFormat) -> torch.Tensor:
     if fmt.code in _PLANES:
-        values = torch.floor(codes + 0.5).clamp(0, fmt.code_max).to(torch.uint8)
+        values = _round_codes(codes, fmt).to(torch.uint8)
         planes = []
         for bits in _PLANES[fmt.code]:
             shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=codes.device)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from nibblekv.backends import attend_at_once, reference, select_backend
-from nibblekv.formats import QuantFormat, check_head_size, decode_rows, encode_rows, get_format
+from nibblekv.formats import QuantFormat, Role, check_head_size, decode_rows, encode_rows, get_format
 from nibblekv.layout import KVCacheLayout
 from nibblekv.options import AttentionOptions, make_options
 from nibblekv.rotation import rotate, unrotate
@@ -24,25 +24,31 @@ FEW_TOKENS = 64
 
 
 @torch.no_grad()
-def quantize(x: torch.Tensor, format: str | QuantFormat = "int4") -> tuple[torch.Tensor, torch.Tensor]:
+def quantize(
+    x: torch.Tensor, format: str | QuantFormat = "int4", *, role: Role = "value"
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotate and quantize head vectors, each with its own scale word.
 
-    x_hat = R^-1 (scale * code + bias); |R x - R x_hat| <= scale / 2 in every rotated dimension for `int4`.
+    x_hat = R^-1 (scale * code + bias); |R x - R x_hat| <= scale / 2 in every rotated dimension for `int4` values.
 
     Args:
         x: [..., head_size] float16, bfloat16 or float32. A row with NaN or Inf decodes to NaN; others are untouched.
         format: a name in `FORMATS`.
+        role: "value" for the least error of the rows, "key" for the least error of their products with queries: the words
+            that `reshape_and_cache` writes for keys, which differ in `int4`, `int3` and `int2` (docs/format.md, section 3).
 
     Returns:
         codes: [..., row_bytes] uint8 and words: [...] int32 (docs/format.md).
 
     Raises:
-        TypeError, ValueError: dtype, head size or format.
+        TypeError, ValueError: dtype, head size, format or role.
     """
     fmt = get_format(format)
     _check_dtype("x", x, _FLOATS)
     check_head_size(x.shape[-1] if x.dim() else 0, "x.shape[-1]")
-    return encode_rows(rotate(x, fmt.rotation), fmt)
+    if role not in ("key", "value"):
+        raise ValueError(f"role: expected 'key' or 'value', got {role!r}")
+    return encode_rows(rotate(x, fmt.rotation), fmt, role)
 
 
 @torch.no_grad()

@@ -185,7 +185,8 @@ def numerics(config: dict[str, Any]) -> dict[str, Any]:
         layout = self.nibblekv_layout(layer, kv_cache)
         rows = (key[: len(slot_mapping)], value[: len(slot_mapping)])
         stored = [
-            dequantize(*quantize(raw, fmt), fmt) for raw, fmt in zip(rows, (layout.k_format, layout.v_format), strict=True)
+            dequantize(*quantize(raw, fmt, role=role), fmt)
+            for role, raw, fmt in zip(("key", "value"), rows, (layout.k_format, layout.v_format), strict=True)
         ]
         for i, slot in enumerate(slot_mapping.tolist()):
             shadow[kv_cache.data_ptr(), slot] = [kept[i].double() for kept in (*stored, *rows)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from nibblekv.formats import decode_rows, encode_rows
+from nibblekv.formats import QuantFormat, Role, decode_rows, encode_rows
 from nibblekv.layout import KVCacheLayout
 from nibblekv.options import AttentionOptions
 from nibblekv.rotation import rotate, unrotate
@@ -32,11 +32,12 @@ def reshape_and_cache(
     slots = slot_mapping[keep].long()
     block, slot = slots // layout.block_size, slots % layout.block_size
     views = layout.views(kv_cache)
-    for rows, fmt, codes_view, words_view in (
-        (key, layout.k_format, views.key_cache, views.k_scale_cache),
-        (value, layout.v_format, views.value_cache, views.v_scale_cache),
-    ):
-        codes, words = encode_rows(rotate(rows[keep], fmt.rotation), fmt)
+    sides: tuple[tuple[Role, torch.Tensor, QuantFormat, torch.Tensor, torch.Tensor], ...] = (
+        ("key", key, layout.k_format, views.key_cache, views.k_scale_cache),
+        ("value", value, layout.v_format, views.value_cache, views.v_scale_cache),
+    )
+    for role, rows, fmt, codes_view, words_view in sides:
+        codes, words = encode_rows(rotate(rows[keep], fmt.rotation), fmt, role)
         codes_view[block, slot] = codes
         words_view[block, slot] = words
 

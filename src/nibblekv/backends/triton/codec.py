@@ -20,11 +20,12 @@ import triton
 import triton.language as tl
 
 from nibblekv.formats import EDGE as SCALE_EDGE
-from nibblekv.formats import SCALE_FLOOR, QuantFormat
+from nibblekv.formats import REFIT_COVARIANCE, REFIT_SHIFT, SCALE_FLOOR, QuantFormat
 
 UINT4, INT8, FP8, UINT3, UINT2 = (tl.constexpr(i) for i in range(5))
 SCALE_MIN, SCALE_ZERO, SCALE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 FLOOR = tl.constexpr(SCALE_FLOOR)
+COVARIANCE, SHIFT = tl.constexpr(REFIT_COVARIANCE), tl.constexpr(REFIT_SHIFT)
 INF = tl.constexpr(float("inf"))
 
 _CODES = {"uint4": UINT4.value, "int8": INT8.value, "fp8": FP8.value, "uint3": UINT3.value, "uint2": UINT2.value}
@@ -276,10 +277,10 @@ def unpack_scale_ratio(words, CODE: tl.constexpr, WORD: tl.constexpr, ASM: tl.co
 
 
 @triton.jit
-def encode_rows(y, columns, D: tl.constexpr, CODE: tl.constexpr, WORD: tl.constexpr):
+def encode_rows(y, columns, D: tl.constexpr, CODE: tl.constexpr, WORD: tl.constexpr, KEY: tl.constexpr):
     """Quantize rotated rows; the same arithmetic as `nibblekv.formats.encode_rows`.
 
-    y: [ROWS, DP] float32, columns [DP] their dimension; columns from D on are padding.
+    y: [ROWS, DP] float32, columns [DP] their dimension; columns from D on are padding. KEY: whether they are keys.
     Returns codes [ROWS, DP] int32 and words [ROWS] int32.
     """
     real = (columns < D)[None, :]
@@ -294,6 +295,8 @@ def encode_rows(y, columns, D: tl.constexpr, CODE: tl.constexpr, WORD: tl.conste
         scale = tl.where(scale < FLOOR, 0.0, scale)
         inverse = tl.where(scale > 0, tl.math.div_rn(1.0, tl.where(scale > 0, scale, 1.0)), 0.0)
         codes = (y - bias[:, None]) * inverse[:, None]
+        if KEY:
+            scale, bias = _refit(codes, scale, bias, real, D, CODE)
         words = scale.to(tl.int32, bitcast=True) | ((bias.to(tl.int32, bitcast=True) >> 16) & 0xFFFF)
         nan_word = 0x7FC07FC0
     elif WORD == SCALE_ZERO:
@@ -321,6 +324,34 @@ def encode_rows(y, columns, D: tl.constexpr, CODE: tl.constexpr, WORD: tl.conste
         integers = encode_float8(codes)
     integers = tl.where(real, integers, 0)
     return integers, tl.where(broken, nan_word, words)
+
+
+@triton.jit
+def _refit(steps, scale, bias, real, D: tl.constexpr, CODE: tl.constexpr):
+    """Return the scale and bias with which the rounded codes of keys are unbiased along the keys themselves."""
+    # Sums of products in one pass, about the middle code: the mean is not known yet, and rows would be held twice.
+    middle: tl.constexpr = code_max(CODE) / 2
+    codes = tl.minimum(tl.maximum(tl.floor(steps + 0.5), 0.0), code_max(CODE)) - middle
+    codes = tl.where(real, codes, 0.0)
+    steps = tl.where(real, steps - middle, 0.0)
+    steps_mean = tl.sum(steps, 1) * (1.0 / D)
+    codes_mean = tl.sum(codes, 1) * (1.0 / D)
+    variance = tl.sum(steps * steps, 1) - steps_mean * steps_mean * D
+    covariance = tl.sum(codes * steps, 1) - codes_mean * steps_mean * D
+    related = covariance >= COVARIANCE
+    new_scale = _round_bfloat16_nearest(scale * tl.math.div_rn(variance, tl.where(related, covariance, 1.0)))
+    exact_bias = bias + scale * (steps_mean + middle) - new_scale * (codes_mean + middle)
+    new_bias = _round_bfloat16_nearest(exact_bias)
+    taken = related & (tl.abs(new_scale - scale) * code_max(CODE) <= scale)
+    taken = taken & (tl.abs(new_bias - exact_bias) <= scale * SHIFT)
+    return tl.where(taken, new_scale, scale), tl.where(taken, new_bias, bias)
+
+
+@triton.jit
+def _round_bfloat16_nearest(x):
+    """Round float32, not NaN, to the nearest bfloat16 value."""
+    bits = x.to(tl.int32, bitcast=True)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -38,13 +38,13 @@ def write_kernel(
         _write_rows(
             key_ptr, cache_ptr, slot_ptr, k_matrix_ptr, num_rows, num_slots, key_t, key_h,
             k_offset, k_b, k_s, k_h, kw_offset, kw_b, kw_s, kw_h, k_gain, NUM_HEADS, BLOCK_SIZE,
-            D, DP, K_CODE, K_WORD, K_ROTATED, ROWS, PRECISION, INTERPRET,
+            D, DP, K_CODE, K_WORD, K_ROTATED, True, ROWS, PRECISION, INTERPRET,
         )  # fmt: skip
     else:
         _write_rows(
             value_ptr, cache_ptr, slot_ptr, v_matrix_ptr, num_rows, num_slots, value_t, value_h,
             v_offset, v_b, v_s, v_h, vw_offset, vw_b, vw_s, vw_h, v_gain, NUM_HEADS, BLOCK_SIZE,
-            DV, DVP, V_CODE, V_WORD, V_ROTATED, ROWS, PRECISION, INTERPRET,
+            DV, DVP, V_CODE, V_WORD, V_ROTATED, False, ROWS, PRECISION, INTERPRET,
         )  # fmt: skip
 
 
@@ -53,7 +53,7 @@ def _write_rows(
     x_ptr, cache_ptr, slot_ptr, matrix_ptr, num_rows, num_slots, x_t, x_h,
     c_offset, c_b, c_s, c_h, w_offset, w_b, w_s, w_h, gain, NUM_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, CODE: tl.constexpr, WORD: tl.constexpr, ROTATED: tl.constexpr,
-    ROWS: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
+    KEY: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, DP)
     ONE_BLOCK: tl.constexpr = ROTATED and DP <= 128
@@ -65,15 +65,15 @@ def _write_rows(
     cache_head = head.to(tl.int64)  # heads of a cache may lie gigabytes apart
     slot = tl.load(slot_ptr + token, mask=row < num_rows, other=-1).to(tl.int64)
     keep = (slot >= 0) & (slot < num_slots)
-    block = slot // BLOCK_SIZE
-    inner = slot % BLOCK_SIZE
     x_row = x_ptr + token * x_t + head * x_h
     if ONE_BLOCK:
         x = tl.load(x_row[:, None] + column[None, :], mask=keep[:, None] & (column < D)[None, :], other=0.0)
         y = multiply(x, matrix, tl.zeros([ROWS, DP], tl.float32), PRECISION, INTERPRET) * gain
     else:
         y = rotate_rows(x_row, keep, matrix_ptr, D, DP, ROWS, 64, ROTATED, PRECISION, INTERPRET) * gain
-    codes, words = encode_rows(y, column, D, CODE, WORD)
+    codes, words = encode_rows(y, column, D, CODE, WORD, KEY)
+    # Only now: places held while rows are encoded take 11 registers more on Hopper, and spill 24 bytes on Ampere.
+    block, inner = slot // BLOCK_SIZE, slot % BLOCK_SIZE
     store_codes(codes, cache_ptr, c_offset + block * c_b + inner * c_s + cache_head * c_h, keep, D, DP, ROWS, CODE)
     tl.store(cache_ptr + w_offset + block * w_b + inner * w_s + cache_head * w_h, words, mask=keep)
 

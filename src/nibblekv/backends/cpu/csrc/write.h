@@ -6,6 +6,7 @@ namespace NKV_ISA {
 
 constexpr float kScaleFloor = 0x1p-100f;
 constexpr float kEdge[] = {0, 0, 8.0f, 16.0f, 62.0f};  // by bits
+constexpr float kRefitCovariance = 0.5f, kRefitShift = 0.125f;
 
 NKV_INLINE float round_bfloat16(float x, bool up) {
   const uint32_t u = bits_of(x);
@@ -16,7 +17,41 @@ NKV_INLINE float round_bfloat16(float x, bool up) {
 
 NKV_INLINE bool finite(float x) { return (bits_of(x) & 0x7F800000u) != 0x7F800000u; }
 
-static void encode_row(const Side& side, const float* y, uint8_t* codes, uint32_t* word) {
+NKV_INLINE void clamp_codes(int32_t* c, int64_t n, int32_t most) {
+  for (int64_t i = 0; i < n; ++i) c[i] = c[i] < 0 ? 0 : c[i] > most ? most : c[i];
+}
+
+NKV_INLINE float nearest_bfloat16(float x) {
+  const uint32_t u = bits_of(x);
+  return float_of((u + 0x7FFFu + ((u >> 16) & 1u)) & 0xFFFF0000u);
+}
+
+// The scale and bias with which the codes c of a key are unbiased along the key itself: `_refit` of nibblekv/formats.py.
+NKV_INLINE void refit(const float* y, const int32_t* c, int64_t n, float most, float inverse, float& scale, float& bias) {
+  v8 steps = {}, codes = {};
+  for (int64_t i = 0; i < n; i += 8) {
+    steps += (load8(y + i) - bias) * inverse;
+    codes += __builtin_convertvector(*reinterpret_cast<const i8x*>(c + i), v8);
+  }
+  const float steps_mean = sum8(steps) / n, codes_mean = sum8(codes) / n;
+  v8 variance = {}, covariance = {};
+  for (int64_t i = 0; i < n; i += 8) {
+    const v8 centred = (load8(y + i) - bias) * inverse - steps_mean;
+    variance += centred * centred;
+    covariance += centred * (__builtin_convertvector(*reinterpret_cast<const i8x*>(c + i), v8) - codes_mean);
+  }
+  const float related = sum8(covariance);
+  const float new_scale = nearest_bfloat16(scale * (sum8(variance) / related));
+  const float exact_bias = bias + scale * steps_mean - new_scale * codes_mean;
+  const float new_bias = nearest_bfloat16(exact_bias);
+  if (related >= kRefitCovariance && __builtin_fabsf(new_scale - scale) * most <= scale &&
+      __builtin_fabsf(new_bias - exact_bias) <= scale * kRefitShift) {  // all false with NaN
+    scale = new_scale;
+    bias = new_bias;
+  }
+}
+
+static void encode_row(const Side& side, bool is_key, const float* y, uint8_t* codes, uint32_t* word) {
   const int64_t n = side.head_size;
   v8 low = load8(y), high = low, check = low * 0.0f;
   for (int64_t i = 8; i < n; i += 8) {
@@ -39,7 +74,7 @@ static void encode_row(const Side& side, const float* y, uint8_t* codes, uint32_
   if (side.word == kScaleMin) {
     nan_word = 0x7FC07FC0u;
     const float margin = (hi - lo) / kEdge[side.bits];
-    const float bias = round_bfloat16(lo + margin, false);
+    float bias = round_bfloat16(lo + margin, false);
     scale = round_bfloat16((hi - margin - bias) / static_cast<float>(most), true);
     if (scale < kScaleFloor) scale = 0;
     const float inverse = scale > 0 ? 1.0f / scale : 0.0f;
@@ -47,6 +82,8 @@ static void encode_row(const Side& side, const float* y, uint8_t* codes, uint32_
       const v8 x = (load8(y + i) - bias) * inverse + 0.5f;
       *reinterpret_cast<i8x*>(c + i) = __builtin_convertvector(x, i8x);
     }
+    clamp_codes(c, n, most);
+    if (is_key) refit(y, c, n, static_cast<float>(most), inverse, scale, bias);
     bits = bits_of(scale) | (bits_of(bias) >> 16);
   } else if (side.word == kScaleZero) {
     lo = lo < 0 ? lo : 0;
@@ -60,6 +97,7 @@ static void encode_row(const Side& side, const float* y, uint8_t* codes, uint32_
       const v8 x = load8(y + i) * inverse + static_cast<float>(zero) + 0.5f;
       *reinterpret_cast<i8x*>(c + i) = __builtin_convertvector(x, i8x);
     }
+    clamp_codes(c, n, most);
     bits = (bits_of(scale) & ~15u) | static_cast<uint32_t>(zero);
   } else {
     scale = (hi > -lo ? hi : -lo) / (side.code == kInt8 ? 127.0f : 448.0f);
@@ -73,7 +111,6 @@ static void encode_row(const Side& side, const float* y, uint8_t* codes, uint32_
   }
   *word = bits;
   if (side.code == kUint4) {
-    for (int64_t i = 0; i < n; ++i) c[i] = c[i] < 0 ? 0 : c[i] > most ? most : c[i];
     if (side.bits == 4) {
       for (int64_t j = 0; j < n / 2; ++j) codes[j] = static_cast<uint8_t>(c[2 * j] | (c[2 * j + 1] << 4));
       return;
@@ -106,14 +143,15 @@ static void encode_row(const Side& side, const float* y, uint8_t* codes, uint32_
   }
 }
 
-NKV_INLINE void write_side(const WriteArgs& a, const Side& side, const uint8_t* row, int64_t block, int64_t slot, int64_t head) {
+NKV_INLINE void write_side(const WriteArgs& a, const Side& side, bool is_key, const uint8_t* row, int64_t block, int64_t slot,
+                           int64_t head) {
   alignas(64) float y[kMaxHeadSize];
   load_row(a.dtype, row, side.head_size, y);
   rotate_row(*side.rotation, y);
   uint8_t* codes = a.kv_cache + side.codes_offset + block * side.block_stride + slot * side.slot_stride + head * side.head_stride;
   uint8_t* word = a.kv_cache + side.words_offset + block * side.word_block_stride + slot * side.word_slot_stride +
                   head * side.word_head_stride;
-  encode_row(side, y, codes, reinterpret_cast<uint32_t*>(word));
+  encode_row(side, is_key, y, codes, reinterpret_cast<uint32_t*>(word));
 }
 
 // Rows [begin, end) of tokens x heads.
@@ -124,8 +162,8 @@ static void write_rows(const WriteArgs& a, int64_t begin, int64_t end) {
     const int64_t slot = load_index(a.slot_mapping, a.slot_stride, a.slots_are_64, token);
     if (slot < 0) continue;
     const int64_t block = slot / g.block_size, row = slot % g.block_size;
-    write_side(a, g.k, a.key + token * a.key_token_stride + head * a.key_head_stride, block, row, head);
-    write_side(a, g.v, a.value + token * a.value_token_stride + head * a.value_head_stride, block, row, head);
+    write_side(a, g.k, true, a.key + token * a.key_token_stride + head * a.key_head_stride, block, row, head);
+    write_side(a, g.v, false, a.value + token * a.value_token_stride + head * a.value_head_stride, block, row, head);
   }
 }
 

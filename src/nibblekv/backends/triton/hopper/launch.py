@@ -133,9 +133,13 @@ def plan(
     blocks = num_sms * (4 if head_size == 256 else 8) // warps
     splits = max(1, min(skew * blocks // (num_seqs * (num_kv_heads // warps)), -(-max_seq_len // tile)))
     if splits > 8 and splits * tile < max_seq_len // 4 and head_size < 256:
-        # Few long sequences: half as many splits, each with a third tile in flight, leave less to merge. The merge of one
-        # or two crowds a few multiprocessors: with rings so large that four blocks fill each, all get as many.
-        stages, splits = (6 if num_seqs <= 2 else 3), splits // 2
+        # Few long sequences: half as many splits, each with a third tile in flight, leave less to merge. Two crowd a few
+        # multiprocessors in the merge: with rings so large that four blocks fill each, all get as many. One leaves room
+        # for its merge instead, so that no block of it waits for a split to end.
+        if num_seqs == 1:
+            splits = splits * 3 // 4
+        else:
+            stages, splits = (6 if num_seqs == 2 else 3), splits // 2
     if splits <= 4:
         merge = (1, 4)
     elif splits <= 8 or (head_size == 256 and splits <= 16):

@@ -26,7 +26,7 @@ from nibblekv.backends.triton.hopper import ptx
 from nibblekv.backends.triton.hopper.kernels import _as_bits, _as_float, _sign_word
 from nibblekv.backends.triton.hopper.launch import _signs
 from nibblekv.backends.triton.launch import launch
-from nibblekv.formats import EDGE, SCALE_FLOOR
+from nibblekv.formats import EDGE, REFIT_COVARIANCE, REFIT_SHIFT, SCALE_FLOOR
 from nibblekv.layout import KVCacheLayout
 
 HEAD_SIZES = (128, 256)
@@ -38,6 +38,7 @@ LONG_CALL = 4096
 
 _FLOOR = gl.constexpr(SCALE_FLOOR)
 _EDGE = gl.constexpr(EDGE["uint4"])
+_COVARIANCE, _SHIFT = gl.constexpr(REFIT_COVARIANCE), gl.constexpr(REFIT_SHIFT)
 _INF = gl.constexpr(float("inf"))
 
 
@@ -118,9 +119,49 @@ def _sign_matrix(lane, HALF: gl.constexpr):
 
 
 @gluon.jit
+def _sum_row(x):
+    """Sum over the eight lanes that hold a row."""
+    for bit in gl.static_range(3):
+        x = x + ptx.shuffle_xor(x, 4 << bit)
+    return x
+
+
+@gluon.jit
+def _nearest_bfloat16(x):
+    """Round float32, not NaN, to the nearest bfloat16 value."""
+    bits = _as_bits(x)
+    return _as_float((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536)
+
+
+@gluon.jit
+def _refit(y, scale, bias, inverse, gain, zero, R: gl.constexpr, D: gl.constexpr):
+    """Return the scale and bias with which the rounded codes of key R are unbiased along the key itself."""
+    # Sums of products in one pass, about code 8, since the mean is not known yet.
+    steps_sum, codes_sum, squares, products = zero, zero, zero, zero
+    for c in gl.static_range(D // 64):
+        for j in gl.static_range(8):
+            from_bias = y[(2 * c + R) * 8 + j] * gain - bias
+            steps = from_bias * inverse - 8.0
+            code = _as_float(ptx.floor_bits(from_bias * inverse + 0.5)) - 8388616.0
+            steps_sum = steps_sum + steps
+            codes_sum = codes_sum + code
+            squares = squares + steps * steps
+            products = products + code * steps
+    steps_mean, codes_mean = _sum_row(steps_sum) * (1.0 / D), _sum_row(codes_sum) * (1.0 / D)
+    variance = _sum_row(squares) - steps_mean * steps_mean * D
+    covariance = _sum_row(products) - codes_mean * steps_mean * D
+    related = covariance >= _COVARIANCE
+    new_scale = _nearest_bfloat16(scale * ptx.divide(variance, gl.where(related, covariance, 1.0)))
+    exact_bias = bias + scale * (steps_mean + 8.0) - new_scale * (codes_mean + 8.0)
+    new_bias = _nearest_bfloat16(exact_bias)
+    taken = related & (gl.abs(new_scale - scale) * 15.0 <= scale) & (gl.abs(new_bias - exact_bias) <= scale * _SHIFT)
+    return gl.where(taken, new_scale, scale), gl.where(taken, new_bias, bias)
+
+
+@gluon.jit
 def _write_step(
     words, masks, matrix, cache, slots, token, num_tokens, num_slots, places, head, g, gain,
-    BLOCK: gl.constexpr, D: gl.constexpr, HALF: gl.constexpr, ZERO: gl.constexpr,
+    BLOCK: gl.constexpr, D: gl.constexpr, HALF: gl.constexpr, ZERO: gl.constexpr, KEY: gl.constexpr,
 ):  # fmt: skip
     """Rotate, quantize and store one step; token: the first of the two whose results this lane holds."""
     HALVES: gl.constexpr = D // 128
@@ -158,7 +199,10 @@ def _write_step(
             scale = _as_float((_as_bits(ptx.divide(span, zero + 15.0)) + 0xFFFF) & -65536)
             scale = gl.where(broken | (scale < _FLOOR), 0.0, scale)
             inverse = gl.where(scale > 0.0, ptx.divide(zero + 1.0, gl.where(scale > 0.0, scale, 1.0)), 0.0)
-            word = _as_bits(scale) | ((_as_bits(bias) >> 16) & 0xFFFF)
+            stored_scale, stored_bias = scale, bias
+            if KEY:
+                stored_scale, stored_bias = _refit(y, scale, bias, inverse, gain, zero, r, D)
+            word = _as_bits(stored_scale) | ((_as_bits(stored_bias) >> 16) & 0xFFFF)
             word = gl.where(broken, 0x7FC07FC0, word)
 
         inside = token + r < num_tokens
@@ -187,7 +231,7 @@ def _write_step(
 def _write_rows(
     x, cache, slots, token_stride, head_stride, places, gain, num_tokens, num_slots, thread,
     HEADS: gl.constexpr, BLOCK: gl.constexpr, D: gl.constexpr, STEPS: gl.constexpr, HALF: gl.constexpr,
-    ZERO: gl.constexpr, SIGNS: gl.constexpr,
+    ZERO: gl.constexpr, SIGNS: gl.constexpr, KEY: gl.constexpr,
 ):  # fmt: skip
     lane, warp = thread & 31, thread >> 5
     g, t = lane >> 2, lane & 3
@@ -205,7 +249,7 @@ def _write_rows(
             following = _load_step(x, first + 8 * step + 8 + g, num_tokens, token_stride, start, D)
         _write_step(
             words, masks, matrix, cache, slots, first + 8 * step + 2 * t, num_tokens, num_slots, places, head, g, gains,
-            BLOCK, D, HALF, ZERO,
+            BLOCK, D, HALF, ZERO, KEY,
         )  # fmt: skip
         words = following
 
@@ -223,12 +267,12 @@ def write_kernel(
     if gl.program_id(1) == 0:
         _write_rows(
             key, cache, slots, key_t, key_h, (k_offset, k_b, k_s, k_h, kw_offset, kw_b, kw_s, kw_h), gain, num_tokens,
-            num_slots, thread, HEADS, BLOCK, D, STEPS, HALF, ZERO, SIGNS,
+            num_slots, thread, HEADS, BLOCK, D, STEPS, HALF, ZERO, SIGNS, True,
         )  # fmt: skip
     else:
         _write_rows(
             value, cache, slots, value_t, value_h, (v_offset, v_b, v_s, v_h, vw_offset, vw_b, vw_s, vw_h), gain, num_tokens,
-            num_slots, thread, HEADS, BLOCK, D, STEPS, HALF, ZERO, SIGNS,
+            num_slots, thread, HEADS, BLOCK, D, STEPS, HALF, ZERO, SIGNS, False,
         )  # fmt: skip
 
 
