@@ -247,6 +247,72 @@ def test_a_page_that_the_cache_lacks_is_refused_before_anything_is_read(index: t
         assert out.isnan().all()
 
 
+needs_tensor_calls = pytest.mark.skipif(
+    cpu.unavailable_reason() is not None or _library.attend_tensors() is None, reason="no Python headers, or an older torch"
+)
+
+
+@needs_tensor_calls
+@pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("layout", ["planar", "HND", "NHD"])
+def test_a_plain_call_at_once_gives_the_same_bits(
+    index: torch.dtype, dtype: torch.dtype, layout: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Catches a stride, a dtype or a default that the library reads of a tensor otherwise than Python does."""
+    page, order = ("planar", "HND") if layout == "planar" else ("interleaved", layout)
+    created = KVCacheLayout.create(
+        "int4", num_kv_heads=2, head_size=64, head_size_v=96, block_size=32, page=page, block_order=order
+    )
+    batch = Batch.make(created, SEQ_LENS, QUERY_LENS, 6, dtype=dtype)
+    tokens = batch.query.shape[0]
+    batch.query = torch.full((tokens, 7, 72), torch.nan, dtype=dtype)[:, 1:, 4:68].copy_(batch.query)
+    batch.block_table = torch.stack((batch.block_table.to(index),) * 2, -1)[..., 0]
+    batch.seq_lens = batch.seq_lens.to(index).repeat_interleave(2)[::2]
+    batch.query_start_loc = batch.query_start_loc.to(index)
+    expected = batch.attend(backend="cpu", sliding_window=2**30)  # an option, which is the long way
+    inputs = (batch.query, batch.kv_cache, batch.block_table, batch.seq_lens, batch.query_start_loc, created)
+    out = torch.full((tokens, 8, 96), torch.nan, dtype=dtype)[:, 1:7]
+    assert cpu.attend_at_once(*inputs, 64**-0.5, out)
+    assert torch.equal(out, expected)
+    calls: list[int] = []
+    monkeypatch.setattr(cpu, "paged_attention", lambda *_: calls.append(1))
+    for made in (paged_attention(*inputs, backend="cpu"), paged_attention(*inputs), batch.attend(backend="cpu")):
+        assert made.dtype == dtype
+        assert torch.equal(made, expected)
+    wide = created.allocate(2 * batch.kv_cache.shape[0])[::2].copy_(batch.kv_cache)  # caches of one layout, other strides
+    assert not cpu.attend_at_once(batch.query, wide, *inputs[2:], 64**-0.5, out)
+    assert not calls
+
+
+@needs_tensor_calls
+def test_tensors_whose_data_are_elsewhere_are_not_read_at_once():
+    """Catches a subclass, whose data may be anywhere, or a tensor without data taken for one of the host."""
+    batch = Batch.make(KVCacheLayout.create("int4", num_kv_heads=2, head_size=64), [37, 20], [1, 2], 4)
+    expected = batch.attend(backend="cpu")
+    out = torch.full_like(batch.query, torch.nan)
+    inputs = [
+        batch.query,
+        batch.kv_cache,
+        batch.block_table,
+        batch.seq_lens,
+        batch.query_start_loc,
+        batch.layout,
+        0.125,
+        out,
+    ]
+    assert cpu.attend_at_once(*inputs)
+    assert torch.equal(out, expected)
+    out.fill_(torch.nan)
+    for at, tensor in enumerate(inputs):
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        for other in (torch.nn.Parameter(tensor, requires_grad=False), tensor.to("meta"), tensor[..., None], None, 3.0):
+            assert not cpu.attend_at_once(*inputs[:at], other, *inputs[at + 1 :])
+    assert not cpu.attend_at_once(*inputs[:6], 1, out)
+    assert out.isnan().all()
+
+
 def test_a_row_that_sees_nothing(instruction_set: str):
     layout = KVCacheLayout.create("int4", num_kv_heads=1, head_size=32)
     batch = Batch.make(layout, [20], [20], 2)

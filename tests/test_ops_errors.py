@@ -228,6 +228,24 @@ def test_bad_read_is_refused(changes: dict, error: type, message: str):
         read(**changes)
 
 
+@pytest.mark.skipif(available_backends()["cpu"] is not None, reason=str(available_backends()["cpu"]))
+@pytest.mark.parametrize(("changes", "error", "message"), READ_ERRORS, ids=[m for _, _, m in READ_ERRORS])
+def test_bad_read_is_refused_where_one_call_checks_and_attends(changes: dict, error: type, message: str):
+    """Catches a check that the compiled one leaves out, and an output that is written before the last check."""
+    read(backend="cpu")  # the layout's caches are known from here on
+    with pytest.raises(error, match=re.escape(message)):
+        read(**{"backend": "cpu", **changes})
+    plain = {
+        "query": torch.ones(3, 4, 64), "kv_cache": LAYOUT.allocate(BLOCKS), "block_table": torch.tensor([[0, 1], [2, 3]]),
+        "seq_lens": torch.tensor([20, 9]), "query_start_loc": torch.tensor([0, 2, 3]), "softmax_scale": 0.125,
+        "out": torch.full((4 if "rising to 4" in message else 3, 4, 32), torch.nan),
+    }  # fmt: skip
+    if changes.keys() <= plain.keys():
+        changed = {**plain, **changes, "layout": LAYOUT}
+        assert not get_backend("cpu").attend_at_once(**changed)
+        assert plain["out"].isnan().all()
+
+
 def test_unknown_option_is_refused():
     """Catches options that are accepted and never read."""
     with pytest.raises(TypeError, match="windows"):

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from nibblekv.backends import reference, select_backend
+from nibblekv.backends import attend_at_once, reference, select_backend
 from nibblekv.formats import QuantFormat, Role, check_head_size, decode_rows, encode_rows, get_format
 from nibblekv.layout import KVCacheLayout
 from nibblekv.options import AttentionOptions, make_options
@@ -183,8 +183,19 @@ def paged_attention(
         TypeError, ValueError: an argument.
         NotImplementedError: the named backend cannot serve the call.
     """
+    on_cpu = query.is_cpu
+    if on_cpu and key is None and value is None and not options and not return_lse:
+        at_once = attend_at_once(backend)
+        if at_once is not None:  # what it does not take is checked again below, which says what is wrong
+            rows = out
+            if rows is None and query.dim() == 3:
+                rows = query.new_empty((query.shape[0], query.shape[1], layout.head_size_v))
+            scale = layout.head_size**-0.5 if softmax_scale is None else softmax_scale
+            if at_once(query, kv_cache, block_table, seq_lens, query_start_loc, layout, scale, rows):
+                assert rows is not None
+                return rows
     layout.check(kv_cache)
-    device, on_cpu, index = query.device, query.is_cpu, query.get_device()
+    device, index = query.device, query.get_device()
     if not (  # the checks of _check_inputs at once: one by one they take longer than a launch
         len(seq_lens.shape) == 1
         and len(block_table.shape) == 2

@@ -4,6 +4,7 @@ A backend module has `unavailable_reason() -> str | None` (why it cannot run on 
 device) -> str | None` (why it cannot serve this call), `reshape_and_cache` and `paged_attention` with the signatures of
 `reference.py`. Backends never import one another. `CHECKS_PAGES = True` says that its `paged_attention` refuses a block
 table with pages outside the cache itself, as `KVCacheLayout.check_pages` does, before it writes anything.
+`attend_at_once`, where a module has one, takes a plain call of unchecked arguments and returns whether it served it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import functools
 import importlib
 import warnings
+from collections.abc import Callable
 from types import ModuleType
 
 import torch
@@ -18,7 +20,7 @@ import torch
 from nibblekv.layout import KVCacheLayout
 from nibblekv.options import AttentionOptions
 
-__all__ = ["available_backends", "get_backend", "select_backend"]
+__all__ = ["attend_at_once", "available_backends", "get_backend", "select_backend"]
 
 # Preferred order of `auto`: the first whose device types hold the tensors' and that supports the call.
 BACKENDS: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -73,6 +75,14 @@ def select_backend(name: str, layout: KVCacheLayout, options: AttentionOptions |
             return backend
         _warn_once(candidate, device.type, why)
     raise AssertionError("the reference backend supports every call")
+
+
+@functools.cache
+def attend_at_once(name: str) -> Callable[..., bool] | None:
+    """Return the function of that name of the backend that serves plain calls on the CPU, None where it has none."""
+    if name == "auto":
+        name = next(candidate for candidate, (_, device_types) in BACKENDS.items() if "cpu" in device_types)
+    return getattr(get_backend(name), "attend_at_once", None) if name in BACKENDS else None
 
 
 @functools.cache

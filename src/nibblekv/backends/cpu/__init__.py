@@ -1,8 +1,8 @@
 """Write, decode and prefill on packed pages with compiled kernels (csrc/), on the threads of torch.
 
-The kernels are C++ compiled when the package is installed, loaded with ctypes. Why not Numba: it reaches the integer dot
-products that make the difference only through LLVM intrinsics emitted by hand, and every group size, code kind and dtype is
-another variant to compile, for seconds, on the user's time.
+The kernels are C++ compiled when the package is installed, loaded with ctypes, and for plain calls as an extension module.
+Why not Numba: it reaches the integer dot products that make the difference only through LLVM intrinsics emitted by hand, and
+every group size, code kind and dtype is another variant to compile, for seconds, on the user's time.
 """
 
 from __future__ import annotations
@@ -14,11 +14,21 @@ from itertools import pairwise
 
 import torch
 
-from nibblekv.backends.cpu._library import ATTENTION_ARGS, DTYPES, WRITE_ARGS, geometry, index, library, unavailable_reason
+from nibblekv.backends.cpu._library import (
+    ATTENTION_ARGS,
+    DTYPES,
+    WRITE_ARGS,
+    attend_tensors,
+    cache_shapes,
+    geometry,
+    index,
+    library,
+    unavailable_reason,
+)
 from nibblekv.layout import KVCacheLayout
 from nibblekv.options import AttentionOptions
 
-__all__ = ["paged_attention", "reshape_and_cache", "supports", "unavailable_reason"]
+__all__ = ["attend_at_once", "paged_attention", "reshape_and_cache", "supports", "unavailable_reason"]
 
 # From here on a chunk of queries goes to torch: below, its calls cost more than they save.
 TORCH_QUERIES = 64
@@ -48,6 +58,29 @@ def reshape_and_cache(
             *index(slot_mapping), key.shape[0], torch.get_num_threads(),
         )
     )  # fmt: skip
+
+
+def attend_at_once(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    layout: KVCacheLayout,
+    softmax_scale: float,
+    out: torch.Tensor | None,
+) -> bool:
+    """Check a call without options and attend into `out` in one call of the library; see `nibblekv.paged_attention`.
+
+    Returns:
+        False, with nothing written, where an argument is wrong, or a cache of this layout and these strides is new.
+    """
+    shape, attend = cache_shapes.get(id(layout)), attend_tensors()
+    if shape is None or attend is None:
+        return False
+    return attend(
+        shape, query, kv_cache, block_table, seq_lens, query_start_loc, out, softmax_scale, torch.get_num_threads()
+    )
 
 
 def paged_attention(

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib
 import importlib.machinery
 import struct
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -20,6 +22,8 @@ __all__ = [
     "ATTENTION_ARGS",
     "DTYPES",
     "WRITE_ARGS",
+    "attend_tensors",
+    "cache_shapes",
     "geometry",
     "index",
     "instruction_set",
@@ -34,6 +38,9 @@ ATTENTION_ARGS, WRITE_ARGS = struct.Struct("62q3d"), struct.Struct("14q")
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float8_e4m3fn: 3}
 _CODES = {"uint4": 0, "uint3": 0, "uint2": 0, "int8": 1, "fp8": 2}
 _WORDS = {"scale_min": 0, "scale_zero": 1, "scale": 2}
+
+# Addresses of CacheShape records, by id(layout): of the first caches seen, those with other strides are checked in Python.
+cache_shapes: dict[int, int] = {}
 
 _keep: list[object] = []  # what the kernels point to
 
@@ -80,6 +87,17 @@ def library() -> ctypes.CDLL:
     lib.nibblekv_set_team.restype = None
     lib.nibblekv_set_team(team())
     return lib
+
+
+@functools.cache
+def attend_tensors() -> Callable[..., bool] | None:
+    """Return `attend` of csrc/tensors.cpp, or None: compiled without Python's headers, or a torch without DLPack's table."""
+    try:
+        native = importlib.import_module("nibblekv.backends.cpu._native")
+    except ImportError:
+        return None
+    attend: Callable[..., bool] = native.attend
+    return attend if native.bind(torch.Tensor) else None
 
 
 def team() -> int | None:
@@ -173,4 +191,9 @@ def geometry(layout: KVCacheLayout, kv_cache: torch.Tensor) -> int:
         address = _geometry(layout, tuple(places))
         _by_strides[key] = address
         _keep.append(layout)  # so that its id stays its own
+        if id(layout) not in cache_shapes:
+            dims, none = kv_cache.dim(), (0,) * (4 - kv_cache.dim())
+            record = struct.pack("10q", address, dims, *kv_cache.shape, *none, *kv_cache.stride(), *none)
+            _keep.append(buffer := ctypes.create_string_buffer(record))
+            cache_shapes[id(layout)] = ctypes.addressof(buffer)
     return address

@@ -29,6 +29,12 @@ struct Geometry {
   int64_t block_size, num_kv_heads;
 };
 
+// The shape of caches that were checked and have this geometry, with any number of blocks. Strides in bytes.
+struct CacheShape {
+  const Geometry* geometry;
+  int64_t dims, shape[4], strides[4];
+};
+
 struct WriteArgs {
   const Geometry* geometry;
   uint8_t* kv_cache;
@@ -78,6 +84,7 @@ struct AttentionArgs {
 };
 
 static_assert(sizeof(Side) == 15 * 8 && sizeof(Geometry) == 32 * 8, "_library.py packs these fields");
+static_assert(sizeof(CacheShape) == 10 * 8, "_library.py packs these fields");
 static_assert(sizeof(WriteArgs) == 14 * 8 && sizeof(AttentionArgs) == 65 * 8, "__init__.py packs these fields");
 
 inline int64_t load_index(const uint8_t* base, int64_t stride, int64_t is_64, int64_t i) {

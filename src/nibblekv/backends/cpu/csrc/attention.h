@@ -452,7 +452,7 @@ NKV_INLINE __m512 exp2_table(__m512 x) {
 // (a record returned by value is copied in one load, which waits for the narrow stores before it: a tenth of the time).
 // largest: of |v_scale| in the tile.
 static void softmax_row_int(Context& c, int64_t r, int64_t first, int64_t n, const Bits& bits, Seen seen, float largest,
-                            int32_t* quads, ValueRow& row) {
+                            int32_t* quads, ValueRow& row, Prefetches& ahead) {
   Workspace& w = c.w;
   float* s = w.scores + r * kTile;
   Partial& state = w.states.row[r];
@@ -466,7 +466,12 @@ static void softmax_row_int(Context& c, int64_t r, int64_t first, int64_t n, con
   __m512 top = _mm512_set1_ps(-INFINITY);
   if (seen != kNone && c.special) apply_special(c, r, first, n, s);
   if (seen == kAll) {
-    for (int64_t t = 0; t < padded; t += 16) top = _mm512_max_ps(_mm512_load_ps(s + t), top);  // passes over NaN
+    __m512 odd = top;  // two chains, neither of which waits for the other
+    for (int64_t t = 0; t < padded; t += 32) {
+      top = _mm512_max_ps(_mm512_load_ps(s + t), top);  // passes over NaN
+      if (t + 16 < padded) odd = _mm512_max_ps(_mm512_load_ps(s + t + 16), odd);
+    }
+    top = _mm512_max_ps(top, odd);
   } else if (seen == kSome) {  // what the row does not see must not decide how finely its weights are rounded
     __m512 scale = _mm512_setzero_ps();
     for (int64_t t = 0; t < padded; t += 16) {
@@ -496,6 +501,7 @@ static void softmax_row_int(Context& c, int64_t r, int64_t first, int64_t n, con
   __m512 total = _mm512_setzero_ps(), shared = total;
   __m512i sums = _mm512_setzero_si512();
   for (int64_t t = 0; t < padded; t += 16) {
+    prefetch(ahead);
     const __m512 p = exp2_table(_mm512_sub_ps(_mm512_load_ps(s + t), m_tile));
     total = _mm512_add_ps(total, p);
     shared = _mm512_fmadd_ps(p, _mm512_load_ps(w.v_bias + t), shared);
@@ -533,7 +539,7 @@ static void weigh_pages_int(Context& c, const Pages& pages, int64_t first, int64
     ValueRow rows[4];
     const int64_t count = min64(4, c.rows - r), bytes = c.g.v.row_bytes, quads = groups * 4;
     for (int64_t i = 0; i < count; ++i)
-      softmax_row_int(c, r + i, first, n, bits[r + i], seen[r + i], largest, c.w.quads + i * kTile, rows[i]);
+      softmax_row_int(c, r + i, first, n, bits[r + i], seen[r + i], largest, c.w.quads + i * kTile, rows[i], ahead);
 #define NKV_CASE(N)                                                              \
   case N:                                                                        \
     nibbles ? dot_values<N, true>(values, bytes, quads, rows, ahead)             \
@@ -566,7 +572,7 @@ static void find_pages(const Context& c, int64_t first, int64_t groups, Pages* p
 }
 
 #if NKV_AVX512
-constexpr int64_t kMostLines = kGroups * 16 * (kMaxHeadSize / 64 + 1) + 16;  // of the keys or values of a tile
+constexpr int64_t kMostLines = kGroups * (16 * (kMaxHeadSize / 64 + 1) + 4) + 16;  // of the keys or values of a tile
 
 // Appends the cache lines of 16 rows to a list; writes up to 8 entries beyond its end.
 NKV_INLINE const uint8_t** list_lines(const uint8_t* rows, int64_t stride, int64_t bytes, const uint8_t** list) {
@@ -625,11 +631,12 @@ static void attend_pages(Context& c, int64_t first, int64_t n, const Pages& page
     Prefetches ahead{lines};
     score_pages_int(c, pages, groups, next, next_groups, ahead);
   }
-  if (c.v_int) {  // and while values are read, for the next values
+  if (c.v_int) {  // and while weights are made and values are read, for the next values
     const uint8_t** end = lines;
     *end++ = pages.v[0];
     for (int64_t i = 0; i < next_groups; ++i) end = list_lines(next.v[i], v.slot_stride, v.stored_bytes, end);
-    fill_lines(end, lines + groups * (16 * full_chunks(v.row_bytes) + 8 * half_chunk(v.row_bytes)));
+    // Four rows ask once for each group, then their sums.
+    fill_lines(end, lines + groups * (4 + 16 * full_chunks(v.row_bytes) + 8 * half_chunk(v.row_bytes)));
     Prefetches ahead{lines};
     weigh_pages_int(c, pages, first, n, bits, seen, ahead);
     return;
