@@ -105,7 +105,7 @@ def test_combine_kernel_does_not_spill(head_size, warps, rows, raw, registers, t
 # compiler makes one copy of the code, so that half of what each executes is counted; keys that are refitted have their own.
 @pytest.mark.parametrize(
     ("head_size", "zero", "registers", "per_value"),
-    [(128, False, 128, 27.5), (256, False, 255, 22.5), (128, True, 128, 13.5)],
+    [(128, False, 128, 24.0), (256, False, 255, 20.5), (128, True, 128, 12.0)],
     ids=["d128", "d256", "d128-zero-point"],
 )
 def test_write_kernel_fits_and_stays_lean(head_size, zero, registers, per_value, tmp_path):

@@ -6,7 +6,8 @@ one over j. For every j, one product with a 16 x 16 matrix of signs, made in reg
     A = 16 outputs k x 16 inputs k, B = 16 inputs k x 8 tokens
 
 and leaves the values of all j of one (k, token) in one lane: sums over j and the packing of eight codes into a word need no
-other lane, and only the range of a row is shared (by shuffles among the eight lanes that hold it).
+other lane, and only the range of a row is shared (by shuffles among the eight lanes that hold it). Of the two rows that a
+lane holds, it works out scale and bias of one, its neighbour of the other.
 Lane l reads, of token l // 4, four runs of 16 bytes, k = l % 4 + (0, 4, 8, 12); it holds and stores word k = l // 4 (+ 8) of
 tokens 2 (l % 4) + (0, 1). Each load and store thus covers whole 32-byte sectors. Head size 256 does so twice and adds.
 The arithmetic of codes is that of `formats.encode_rows`, with products and sums fused.
@@ -119,11 +120,48 @@ def _sign_matrix(lane, HALF: gl.constexpr):
 
 
 @gluon.jit
-def _sum_row(x):
-    """Sum over the eight lanes that hold a row."""
-    for bit in gl.static_range(3):
-        x = x + ptx.shuffle_xor(x, 4 << bit)
-    return x
+def _fold_rows(first, second, odd):
+    """Return two parts of what a lane's own row is reduced from: lanes of even g own the first row, of odd g the second."""
+    return gl.where(odd, second, first), ptx.shuffle_xor(gl.where(odd, first, second), 4)
+
+
+@gluon.jit
+def _unfold_rows(own, odd):
+    """Return the first row's register and the second's."""
+    other = ptx.shuffle_xor(own, 4)
+    return gl.where(odd, other, own), gl.where(odd, own, other)
+
+
+@gluon.jit
+def _sum_rows(first, second, odd):
+    """Sum either row over the eight lanes that hold it; each lane gets its own row's."""
+    mine, received = _fold_rows(first, second, odd)
+    total = mine + received
+    for bit in gl.static_range(2):
+        total = total + ptx.shuffle_xor(total, 8 << bit)
+    return total
+
+
+@gluon.jit
+def _range_rows(y, odd, D: gl.constexpr):
+    """Return the smallest and the largest value of the lane's own row."""
+    lows, highs = (), ()
+    for r in gl.static_range(2):
+        low = y[8 * r]
+        high = y[8 * r]
+        for c in gl.static_range(D // 64):
+            for j in gl.static_range(8):
+                low = gl.minimum(low, y[(2 * c + r) * 8 + j])
+                high = gl.maximum(high, y[(2 * c + r) * 8 + j])
+        lows, highs = lows + (low,), highs + (high,)
+    mine, received = _fold_rows(lows[0], lows[1], odd)
+    low = gl.minimum(mine, received)
+    mine, received = _fold_rows(highs[0], highs[1], odd)
+    high = gl.maximum(mine, received)
+    for bit in gl.static_range(2):
+        low = gl.minimum(low, ptx.shuffle_xor(low, 8 << bit))
+        high = gl.maximum(high, ptx.shuffle_xor(high, 8 << bit))
+    return low, high
 
 
 @gluon.jit
@@ -134,22 +172,41 @@ def _nearest_bfloat16(x):
 
 
 @gluon.jit
-def _refit(y, scale, bias, inverse, gain, zero, R: gl.constexpr, D: gl.constexpr):
-    """Return the scale and bias with which the rounded codes of key R are unbiased along the key itself."""
-    # Sums of products in one pass, about code 8, since the mean is not known yet.
+def _encode_row(y, start, inverse, gain, zero, R: gl.constexpr, D: gl.constexpr, ZERO: gl.constexpr, KEY: gl.constexpr):
+    """Return the packed words of row R; of a key also the sums of steps, of codes, of squared steps and of products of
+    both, about code 8, since the mean is not known yet."""
+    packed_words = ()
     steps_sum, codes_sum, squares, products = zero, zero, zero, zero
     for c in gl.static_range(D // 64):
-        for j in gl.static_range(8):
-            from_bias = y[(2 * c + R) * 8 + j] * gain - bias
-            steps = from_bias * inverse - 8.0
-            code = _as_float(ptx.floor_bits(from_bias * inverse + 0.5)) - 8388616.0
-            steps_sum = steps_sum + steps
-            codes_sum = codes_sum + code
-            squares = squares + steps * steps
-            products = products + code * steps
-    steps_mean, codes_mean = _sum_row(steps_sum) * (1.0 / D), _sum_row(codes_sum) * (1.0 / D)
-    variance = _sum_row(squares) - steps_mean * steps_mean * D
-    covariance = _sum_row(products) - codes_mean * steps_mean * D
+        packed = _as_bits(zero)
+        for n in gl.static_range(8):
+            value = y[(2 * c + R) * 8 + 7 - n] * gain
+            if ZERO:
+                bits = ptx.floor_bits(gl.minimum(gl.maximum(value * inverse + start + 0.5, 0.0), 15.5))
+            else:
+                bits = ptx.floor_bits((value - start) * inverse + 0.5)
+            packed = packed * 16 + bits
+            if KEY and not ZERO:
+                steps = (value - start) * inverse - 8.0
+                code = _as_float(bits) - 8388616.0
+                steps_sum = steps_sum + steps
+                codes_sum = codes_sum + code
+                squares = squares + steps * steps
+                products = products + code * steps
+        # Without the bits of 2^23, of which those of the two lowest codes remain.
+        packed_words = packed_words + (packed + 0x05000000,)
+    return packed_words, (steps_sum, codes_sum, squares, products)
+
+
+@gluon.jit
+def _refit(scale, bias, first, second, odd, D: gl.constexpr):
+    """Return the scale and bias with which the rounded codes of the lane's own key are unbiased along the key itself.
+
+    first, second: the sums of `_encode_row`.
+    """
+    steps_mean, codes_mean = _sum_rows(first[0], second[0], odd) * (1.0 / D), _sum_rows(first[1], second[1], odd) * (1.0 / D)
+    variance = _sum_rows(first[2], second[2], odd) - steps_mean * steps_mean * D
+    covariance = _sum_rows(first[3], second[3], odd) - codes_mean * steps_mean * D
     related = covariance >= _COVARIANCE
     new_scale = _nearest_bfloat16(scale * ptx.divide(variance, gl.where(related, covariance, 1.0)))
     exact_bias = bias + scale * (steps_mean + 8.0) - new_scale * (codes_mean + 8.0)
@@ -164,67 +221,54 @@ def _write_step(
     BLOCK: gl.constexpr, D: gl.constexpr, HALF: gl.constexpr, ZERO: gl.constexpr, KEY: gl.constexpr,
 ):  # fmt: skip
     """Rotate, quantize and store one step; token: the first of the two whose results this lane holds."""
-    HALVES: gl.constexpr = D // 128
     zero = gain * 0.0
+    odd = (g & 1) != 0
     y = _transform(words, masks, matrix, zero, D, HALF)
-    for r in gl.static_range(2):
-        low = y[8 * r]
-        high = y[8 * r]
-        for c in gl.static_range(2 * HALVES):
-            for j in gl.static_range(8):
-                low = gl.minimum(low, y[(2 * c + r) * 8 + j])
-                high = gl.maximum(high, y[(2 * c + r) * 8 + j])
-        for bit in gl.static_range(3):
-            low = gl.minimum(low, ptx.shuffle_xor(low, 4 << bit))
-            high = gl.maximum(high, ptx.shuffle_xor(high, 4 << bit))
-        low *= gain
-        high *= gain
-        if ZERO:
-            broken = (gl.abs(high - low) < _INF) == 0
-            low = gl.minimum(low, 0.0)
-            scale = gl.maximum(ptx.divide(gl.maximum(high, 0.0) - low, zero + 15.0), _FLOOR)
-            scale = gl.where(broken, 1.0, scale)
-            inverse = ptx.divide(zero + 1.0, scale)
-            zero_point = ptx.floor_bits(ptx.divide(gl.where(broken, 0.0, -low), scale) + 0.5)
-            # y * inverse + zero point, as (y - bias) * inverse
-            start = _as_float(zero_point) - 8388608.0
-            word = gl.where(broken, 0x7FC00000, (_as_bits(scale) & -16) | (zero_point & 15))
-        else:
-            margin = ptx.divide(high - low, zero + _EDGE)
-            lowest = low + margin
-            step = gl.where(((_as_bits(lowest) & 0xFFFF) != 0) & (lowest < 0.0), 0x10000, 0)
-            bias = _as_float((_as_bits(lowest) & -65536) + step)
-            span = high - margin - bias
-            broken = (gl.abs(span) < _INF) == 0
-            scale = _as_float((_as_bits(ptx.divide(span, zero + 15.0)) + 0xFFFF) & -65536)
-            scale = gl.where(broken | (scale < _FLOOR), 0.0, scale)
-            inverse = gl.where(scale > 0.0, ptx.divide(zero + 1.0, gl.where(scale > 0.0, scale, 1.0)), 0.0)
-            stored_scale, stored_bias = scale, bias
-            if KEY:
-                stored_scale, stored_bias = _refit(y, scale, bias, inverse, gain, zero, r, D)
-            word = _as_bits(stored_scale) | ((_as_bits(stored_bias) >> 16) & 0xFFFF)
-            word = gl.where(broken, 0x7FC07FC0, word)
+    low, high = _range_rows(y, odd, D)
+    low *= gain
+    high *= gain
+    if ZERO:
+        broken = (gl.abs(high - low) < _INF) == 0
+        low = gl.minimum(low, 0.0)
+        scale = gl.maximum(ptx.divide(gl.maximum(high, 0.0) - low, zero + 15.0), _FLOOR)
+        scale = gl.where(broken, 1.0, scale)
+        inverse = ptx.divide(zero + 1.0, scale)
+        zero_point = ptx.floor_bits(ptx.divide(gl.where(broken, 0.0, -low), scale) + 0.5)
+        # y * inverse + zero point, as (y - bias) * inverse
+        start = _as_float(zero_point) - 8388608.0
+    else:
+        margin = ptx.divide(high - low, zero + _EDGE)
+        lowest = low + margin
+        step = gl.where(((_as_bits(lowest) & 0xFFFF) != 0) & (lowest < 0.0), 0x10000, 0)
+        start = _as_float((_as_bits(lowest) & -65536) + step)
+        span = high - margin - start
+        broken = (gl.abs(span) < _INF) == 0
+        scale = _as_float((_as_bits(ptx.divide(span, zero + 15.0)) + 0xFFFF) & -65536)
+        scale = gl.where(broken | (scale < _FLOOR), 0.0, scale)
+        inverse = gl.where(scale > 0.0, ptx.divide(zero + 1.0, gl.where(scale > 0.0, scale, 1.0)), 0.0)
+    # Inverses are not negative: a negative one marks a row without codes.
+    starts, inverses = _unfold_rows(start, odd), _unfold_rows(gl.where(broken, -1.0, inverse), odd)
+    first, first_sums = _encode_row(y, starts[0], inverses[0], gain, zero, 0, D, ZERO, KEY)
+    second, second_sums = _encode_row(y, starts[1], inverses[1], gain, zero, 1, D, ZERO, KEY)
+    if ZERO:
+        word = gl.where(broken, 0x7FC00000, (_as_bits(scale) & -16) | (zero_point & 15))
+    else:
+        bias = start
+        if KEY:
+            scale, bias = _refit(scale, start, first_sums, second_sums, odd, D)
+        word = gl.where(broken, 0x7FC07FC0, _as_bits(scale) | ((_as_bits(bias) >> 16) & 0xFFFF))
 
-        inside = token + r < num_tokens
-        slot = gl.load(slots + token + r, mask=inside, other=-1).to(gl.int64)
+    cache_head = head.to(gl.int64)  # heads of a cache may lie gigabytes apart
+    packed_words = first + second
+    for r in gl.static_range(2):
+        slot = gl.load(slots + token + r, mask=token + r < num_tokens, other=-1).to(gl.int64)
         keep = (slot >= 0) & (slot < num_slots)
         block, inner = slot // BLOCK, slot % BLOCK
-        cache_head = head.to(gl.int64)  # heads of a cache may lie gigabytes apart
         codes = cache + (places[0] + block * places[1] + inner * places[2] + cache_head * places[3] + g)
-        for c in gl.static_range(2 * HALVES):
-            packed = g * 0
-            for n in gl.static_range(8):
-                value = y[(2 * c + r) * 8 + 7 - n] * gain
-                if ZERO:
-                    code = gl.minimum(gl.maximum(value * inverse + start + 0.5, 0.0), 15.5)
-                else:
-                    code = (value - bias) * inverse + 0.5
-                packed = packed * 16 + ptx.floor_bits(code)
-            # Without the bits of 2^23, of which those of the two lowest codes remain.
-            packed = gl.where(broken, 0, packed + 0x05000000)
-            gl.store(codes + 8 * c, packed, mask=keep)
+        for c in gl.static_range(D // 64):
+            gl.store(codes + 8 * c, gl.where(inverses[r] < 0.0, 0, packed_words[D // 64 * r + c]), mask=keep)
         place = places[4] + block * places[5] + inner * places[6] + cache_head * places[7]
-        gl.store(cache + place, word, mask=keep & (g == 0))
+        gl.store(cache + place, word, mask=keep & (g == r))
 
 
 @gluon.jit
