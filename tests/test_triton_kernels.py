@@ -524,6 +524,19 @@ def test_batch_invariant_rows_are_bitwise_equal(monkeypatch: pytest.MonkeyPatch)
     assert torch.equal(alone.attend(backend, its)[0][0], among.attend(backend, windowed)[0][0])
 
 
+def test_batch_invariant_prompts_are_bitwise_equal() -> None:
+    """A prompt alone and beside one with a prefix, with sinks: made in one pass and merged of two, its rows would differ."""
+    among = make_batch(create(), [20, 5], [20, 9])
+    alone = dataclasses.replace(
+        among, query=among.query[:20], key=among.key[:20], value=among.value[:20], block_table=among.block_table[:1],
+        seq_lens=among.seq_lens[:1], query_start_loc=among.query_start_loc[:2],
+    )  # fmt: skip
+    sinks = torch.randn(among.query.shape[1], device=DEVICE)
+    options = AttentionOptions(softmax_scale=0.125, batch_invariant=True, sinks=sinks)
+    for lone, beside in zip(alone.attend(backend, options, raw=True), among.attend(backend, options, raw=True), strict=True):
+        assert torch.equal(lone, beside[:20])
+
+
 def test_splits_fill_the_device_for_any_query_length(monkeypatch: pytest.MonkeyPatch) -> None:
     """Case 15: no fall into one split when several draft tokens are verified."""
     monkeypatch.setattr(attention, "multiprocessors", lambda device: 132)

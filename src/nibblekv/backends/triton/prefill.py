@@ -248,7 +248,8 @@ def attend(
     num_tokens, num_query_heads = query.shape[:2]
     if query.stride(2) != 1:
         query = query.contiguous()
-    no_prefix = seq_lens.shape[0] == 1 and max_seq_len <= num_tokens
+    # In one pass, rows differ in their last bits from those that beside other prompts take two.
+    no_prefix = seq_lens.shape[0] == 1 and max_seq_len <= num_tokens and not options.batch_invariant
     starts: Sequence[int] | None = None
     lengths: Sequence[int] | None = None
     if no_prefix:
