@@ -71,7 +71,7 @@ def bench_attention_cpu(
                     for make in (*jobs, _prefill(shape, name, backend, prefill_tokens), _write(shape, name, backend)):
                         op, label, ours, theirs, error = make()
                         progress(f"{op} {label} {name}, {count} threads")
-                        row = _row(ours, theirs, error, repeats if op != "prefill" else max(3, repeats // 6))
+                        row = _row(ours, theirs, error, repeats if op != "prefill" else max(3, repeats // 2))
                         rows.append({"op": op, "shape": label, "format": name, **row, "threads": count})
     finally:
         torch.set_num_threads(before)

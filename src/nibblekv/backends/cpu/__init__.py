@@ -32,8 +32,8 @@ __all__ = ["attend_at_once", "paged_attention", "reshape_and_cache", "supports",
 
 # From here on a chunk of queries goes to torch: below, its calls cost more than they save.
 TORCH_QUERIES = 64
-# Values of a query that are widened at once, 32 MB: torch balances few heads badly over threads.
-WIDE_VALUES = 1 << 23
+# Values of a query that are widened at once, 8 MB: more would leave the caches, fewer heads torch balances badly over threads.
+WIDE_VALUES = 1 << 21
 CHECKS_PAGES = True
 
 
