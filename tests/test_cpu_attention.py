@@ -273,7 +273,8 @@ def test_a_plain_call_at_once_gives_the_same_bits(
     expected = batch.attend(backend="cpu", sliding_window=2**30)  # an option, which is the long way
     inputs = (batch.query, batch.kv_cache, batch.block_table, batch.seq_lens, batch.query_start_loc, created)
     out = torch.full((tokens, 8, 96), torch.nan, dtype=dtype)[:, 1:7]
-    assert cpu.attend_at_once(*inputs, 64**-0.5, out)
+    plain = AttentionOptions(softmax_scale=64**-0.5)
+    assert cpu.attend_at_once(*inputs, plain, out, None, None)
     assert torch.equal(out, expected)
     calls: list[int] = []
     monkeypatch.setattr(cpu, "paged_attention", lambda *_: calls.append(1))
@@ -281,7 +282,7 @@ def test_a_plain_call_at_once_gives_the_same_bits(
         assert made.dtype == dtype
         assert torch.equal(made, expected)
     wide = created.allocate(2 * batch.kv_cache.shape[0])[::2].copy_(batch.kv_cache)  # caches of one layout, other strides
-    assert not cpu.attend_at_once(batch.query, wide, *inputs[2:], 64**-0.5, out)
+    assert not cpu.attend_at_once(batch.query, wide, *inputs[2:], plain, out, None, None)
     assert not calls
 
 
@@ -298,18 +299,18 @@ def test_tensors_whose_data_are_elsewhere_are_not_read_at_once():
         batch.seq_lens,
         batch.query_start_loc,
         batch.layout,
-        0.125,
+        AttentionOptions(softmax_scale=0.125),
         out,
     ]
-    assert cpu.attend_at_once(*inputs)
+    assert cpu.attend_at_once(*inputs, None, None)
     assert torch.equal(out, expected)
     out.fill_(torch.nan)
     for at, tensor in enumerate(inputs):
         if not isinstance(tensor, torch.Tensor):
             continue
         for other in (torch.nn.Parameter(tensor, requires_grad=False), tensor.to("meta"), tensor[..., None], None, 3.0):
-            assert not cpu.attend_at_once(*inputs[:at], other, *inputs[at + 1 :])
-    assert not cpu.attend_at_once(*inputs[:6], 1, out)
+            assert not cpu.attend_at_once(*inputs[:at], other, *inputs[at + 1 :], None, None)
+    assert not cpu.attend_at_once(*inputs[:6], AttentionOptions(softmax_scale=1), out, None, None)
     assert out.isnan().all()
 
 

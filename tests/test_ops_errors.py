@@ -8,7 +8,15 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from nibblekv import KVCacheLayout, dequantize, gather_and_dequantize, paged_attention, quantize, reshape_and_cache
+from nibblekv import (
+    AttentionOptions,
+    KVCacheLayout,
+    dequantize,
+    gather_and_dequantize,
+    paged_attention,
+    quantize,
+    reshape_and_cache,
+)
 from nibblekv.backends import BACKENDS, available_backends, get_backend, select_backend
 
 LAYOUT = KVCacheLayout.create("int4", num_kv_heads=2, head_size=64, head_size_v=32)
@@ -241,7 +249,8 @@ def test_bad_read_is_refused_where_one_call_checks_and_attends(changes: dict, er
         "out": torch.full((4 if "rising to 4" in message else 3, 4, 32), torch.nan),
     }  # fmt: skip
     if changes.keys() <= plain.keys():
-        changed = {**plain, **changes, "layout": LAYOUT}
+        changed = {**plain, **changes, "layout": LAYOUT, "max_query_len": None, "max_seq_len": None}
+        changed["options"] = AttentionOptions(softmax_scale=changed.pop("softmax_scale"))
         assert not get_backend("cpu").attend_at_once(**changed)
         assert plain["out"].isnan().all()
 

@@ -155,6 +155,21 @@ def test_a_repeated_call_reads_and_writes_the_tensors_that_it_is_given(page, win
     assert all(torch.equal(out, copy) for out, copy in expected)
 
 
+@pytest.mark.parametrize("window", [False, True], ids=["packed", "window"])
+def test_a_call_like_an_earlier_one_is_checked(window):
+    """Catches arguments that are not looked at because a call of the kind was served before."""
+    arguments = make_call(KVCacheLayout.create("int4", num_kv_heads=8, head_size=128), 4, 1, 300, window=window).keywords
+    nibblekv.paged_attention(**arguments)
+    query, table, lengths = (arguments[name] for name in ("query", "block_table", "seq_lens"))
+    for name, value, message in (
+        ("query", query.cpu(), "device"), ("query", query[:, :7], "query"), ("block_table", table[:3], "block_table"),
+        ("block_table", table.float(), "block_table"), ("seq_lens", lengths.cpu(), "seq_lens"),
+        ("out", arguments["out"].float(), "out"), ("softmax_scale", 0.0, "softmax_scale"),
+    ):  # fmt: skip
+        with pytest.raises((TypeError, ValueError), match=message):
+            nibblekv.paged_attention(**{**arguments, name: value})
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_long_queries_read_stored_keys_alone(page):
     """Without raw keys, where the host knows the lengths: dense attention over dequantized keys, the queries' own too."""

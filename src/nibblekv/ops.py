@@ -184,15 +184,19 @@ def paged_attention(
         NotImplementedError: the named backend cannot serve the call.
     """
     on_cpu = query.is_cpu
-    if on_cpu and key is None and value is None and not options and not return_lse:
-        at_once = attend_at_once(backend)
+    if softmax_scale is None:
+        softmax_scale = layout.head_size**-0.5
+    opts = make_options(softmax_scale, options) if options else _plain_options(softmax_scale)
+    if key is None and value is None and not return_lse and not (on_cpu and options):
+        at_once = attend_at_once(backend, "cpu" if on_cpu else "cuda")
         if at_once is not None:  # what it does not take is checked again below, which says what is wrong
             rows = out
             if rows is None and query.dim() == 3:
-                rows = query.new_empty((query.shape[0], query.shape[1], layout.head_size_v))
-            scale = layout.head_size**-0.5 if softmax_scale is None else softmax_scale
-            if at_once(query, kv_cache, block_table, seq_lens, query_start_loc, layout, scale, rows):
-                assert rows is not None
+                dtype = query.dtype if opts.output_scale is None else torch.float8_e4m3fn
+                rows = query.new_empty((query.shape[0], query.shape[1], layout.head_size_v), dtype=dtype)
+            if rows is not None and at_once(
+                query, kv_cache, block_table, seq_lens, query_start_loc, layout, opts, rows, max_query_len, max_seq_len
+            ):
                 return rows
     layout.check(kv_cache)
     device, index = query.device, query.get_device()
@@ -223,13 +227,8 @@ def paged_attention(
     ):
         _check_inputs(query, kv_cache, block_table, seq_lens, query_start_loc, layout)
     num_seqs = seq_lens.shape[0]
-    if softmax_scale is None:
-        softmax_scale = layout.head_size**-0.5
     if options:
-        opts = make_options(softmax_scale, options)
         opts.check(num_seqs, query.shape[1], device)
-    else:
-        opts = _plain_options(softmax_scale)
     if (key is None) != (value is None):
         raise ValueError("value: expected key and value together, got one of them")
     if key is not None and value is not None:

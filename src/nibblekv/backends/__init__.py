@@ -78,10 +78,13 @@ def select_backend(name: str, layout: KVCacheLayout, options: AttentionOptions |
 
 
 @functools.cache
-def attend_at_once(name: str) -> Callable[..., bool] | None:
-    """Return the function of that name of the backend that serves plain calls on the CPU, None where it has none."""
+def attend_at_once(name: str, device_type: str) -> Callable[..., bool] | None:
+    """Return the function of that name of the backend that serves a device's calls, None where it has none.
+
+    It checks and serves a call over stored keys in one go, or returns False, with nothing done: then all is checked again.
+    """
     if name == "auto":
-        name = next(candidate for candidate, (_, device_types) in BACKENDS.items() if "cpu" in device_types)
+        name = next((candidate for candidate, (_, types) in BACKENDS.items() if device_type in types), "")
     return getattr(get_backend(name), "attend_at_once", None) if name in BACKENDS else None
 
 

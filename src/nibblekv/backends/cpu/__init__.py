@@ -32,7 +32,7 @@ __all__ = ["attend_at_once", "paged_attention", "reshape_and_cache", "supports",
 
 # From here on a chunk of queries goes to torch: below, its calls cost more than they save.
 TORCH_QUERIES = 64
-# Values of a query that are widened at once, 8 MB: more would leave the caches, fewer heads torch balances badly over threads.
+# Values of a query that are widened at once, 8 MB: more leave the caches, fewer heads torch balances badly over threads.
 WIDE_VALUES = 1 << 21
 CHECKS_PAGES = True
 
@@ -67,10 +67,12 @@ def attend_at_once(
     seq_lens: torch.Tensor,
     query_start_loc: torch.Tensor,
     layout: KVCacheLayout,
-    softmax_scale: float,
-    out: torch.Tensor | None,
+    options: AttentionOptions,
+    out: torch.Tensor,
+    max_query_len: int | None,
+    max_seq_len: int | None,
 ) -> bool:
-    """Check a call without options and attend into `out` in one call of the library; see `nibblekv.paged_attention`.
+    """Check a call without options and attend in one call of the library; see `nibblekv.paged_attention`.
 
     Returns:
         False, with nothing written, where an argument is wrong, or a cache of this layout and these strides is new.
@@ -79,7 +81,7 @@ def attend_at_once(
     if shape is None or attend is None:
         return False
     return attend(
-        shape, query, kv_cache, block_table, seq_lens, query_start_loc, out, softmax_scale, torch.get_num_threads()
+        shape, query, kv_cache, block_table, seq_lens, query_start_loc, out, options.softmax_scale, torch.get_num_threads()
     )
 
 

@@ -11,6 +11,7 @@ import functools
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -140,13 +141,8 @@ def _attend(
             return
     from nibblekv.backends.triton.launch import replay
 
-    # A bound that grows by one each step would make every step a call of its own.
-    reach = -(-max_seq_len // REACH) * REACH
+    reach = _reach(max_seq_len)
     skew = 1 if options.host_lengths is None else _skew(options.host_lengths[1])
-    tensors = (
-        options.causal if isinstance(options.causal, torch.Tensor) else None, options.rswa_prefix_lens, options.alibi_slopes,
-        options.sinks, options.qq_bias, options.mm_prefix_ranges, options.output_scale, options.raw_key, options.raw_value,
-    )  # fmt: skip
 
     def attend() -> None:
         from nibblekv.backends.triton import attention, hopper
@@ -157,16 +153,93 @@ def _attend(
         else:
             attention.attend(*inputs, skew=skew)
 
-    replay(
-        ("read", id(layout), query.dtype, query.shape, query.stride(), kv_cache.shape[1:], kv_cache.stride(),
-         block_table.dtype, block_table.stride(0), seq_lens.dtype, seq_lens.shape, query_start_loc.dtype,
-         out.dtype, out.stride(), max_query_len, reach, skew,
-         options.softmax_scale, options.causal if tensors[0] is None else None, options.sliding_window,
-         options.chunk_lookback, options.rswa_window, options.softcap, options.alibi_sqrt, options.mm_prefix_clamp,
-         options.batch_invariant, options.raw_window, options.raw_sinks,
-         *[None if t is None else (t.dtype, t.shape, t.stride()) for t in tensors]),
-        (query, kv_cache, block_table, seq_lens, query_start_loc, out, lse, *tensors), layout, attend,
+    tensors = _option_tensors(options)
+    metadata = _metadata(
+        query, kv_cache, block_table, seq_lens, query_start_loc, layout, options, tensors, out, max_query_len, reach, skew
+    )
+    replay(metadata, (query, kv_cache, block_table, seq_lens, query_start_loc, out, lse, *tensors), layout, attend)
+
+
+def _reach(max_seq_len: int) -> int:
+    """Round a bound up: one that grows by one each step would make every step a call of its own."""
+    return -(-max_seq_len // REACH) * REACH
+
+
+def _option_tensors(options: AttentionOptions) -> tuple[torch.Tensor | None, ...]:
+    return (
+        options.causal if isinstance(options.causal, torch.Tensor) else None, options.rswa_prefix_lens, options.alibi_slopes,
+        options.sinks, options.qq_bias, options.mm_prefix_ranges, options.output_scale, options.raw_key, options.raw_value,
     )  # fmt: skip
+
+
+def _metadata(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    layout: KVCacheLayout,
+    options: AttentionOptions,
+    tensors: tuple[torch.Tensor | None, ...],
+    out: torch.Tensor,
+    max_query_len: int,
+    reach: int,
+    skew: int,
+) -> tuple[Any, ...]:
+    """Return everything that the launches of a call over stored keys, and the checks of its arguments, depend on, but for
+    addresses, devices, and the rows of the block table, which are as many as seq_lens."""
+    return (
+        "read", id(layout), query.dtype, query.shape, query.stride(), kv_cache.dtype, kv_cache.shape[1:], kv_cache.stride(),
+        block_table.dtype, block_table.stride(), seq_lens.dtype, seq_lens.shape, seq_lens.stride(),
+        query_start_loc.dtype, query_start_loc.shape, query_start_loc.stride(), out.dtype, out.shape, out.stride(),
+        max_query_len, reach, skew, options.softmax_scale, options.causal if tensors[0] is None else None,
+        options.sliding_window, options.chunk_lookback, options.rswa_window, options.softcap, options.alibi_sqrt,
+        options.mm_prefix_clamp, options.batch_invariant, options.raw_window, options.raw_sinks,
+        *[None if t is None else (t.dtype, t.shape, t.stride()) for t in tensors],
+    )  # fmt: skip
+
+
+def attend_at_once(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    layout: KVCacheLayout,
+    options: AttentionOptions,
+    out: torch.Tensor,
+    max_query_len: int | None,
+    max_seq_len: int | None,
+) -> bool:
+    """Repeat a call over stored keys that is, in all that is checked, like one that was served; see `paged_attention`.
+
+    Returns:
+        False, with nothing launched, where no such call is known.
+    """
+    index = query.get_device()
+    if index < 0 or options.host_lengths is not None or index != torch.cuda.current_device():
+        return False
+    tensors = _option_tensors(options)
+    inputs = (query, kv_cache, block_table, seq_lens, query_start_loc, out, None, *tensors)
+    for tensor in inputs:
+        if tensor is not None and tensor.get_device() != index:
+            return False
+    rows, capacity = block_table.shape[0], block_table.shape[-1] * layout.block_size
+    if seq_lens.shape != (rows,):
+        return False
+    from nibblekv.backends.triton.launch import repeat
+
+    if max_query_len is None:
+        longest = query.shape[0]
+    else:
+        longest = max_query_len
+        if options.raw_window and options.raw_ring < options.raw_window + longest - 1:
+            return False
+    reach = _reach(capacity if max_seq_len is None else min(max_seq_len, capacity))
+    metadata = _metadata(
+        query, kv_cache, block_table, seq_lens, query_start_loc, layout, options, tensors, out, longest, reach, 1
+    )
+    return repeat(metadata, inputs, query.device)
 
 
 def _dense(index: torch.Tensor) -> torch.Tensor:

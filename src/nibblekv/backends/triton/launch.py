@@ -132,8 +132,7 @@ def replay(
     if first.is_cpu:
         body()
         return
-    addresses: list[int | None] = [None if t is None else t.data_ptr() for t in inputs]
-    key = (first.get_device(), *metadata, *[a and a % _ALIGNMENT for a in addresses])
+    key, addresses = _name_call(metadata, inputs)
     known = _replays.get(key)
     if known is not None and not (_hooks.launch_enter_hook.calls or _hooks.launch_exit_hook.calls):
         known(addresses, first.device)
@@ -149,6 +148,24 @@ def replay(
     if len(_replays) >= _MOST_REPLAYS:
         _replays.clear()
     _replays[key] = recorder.finish(keep)
+
+
+def repeat(metadata: tuple[Any, ...], inputs: tuple[torch.Tensor | None, ...], device: torch.device) -> bool:
+    """Repeat the launches of a call that `replay` knows, on its inputs; False, with nothing launched, if it does not."""
+    key, addresses = _name_call(metadata, inputs)
+    known = _replays.get(key)
+    if known is None or _hooks.launch_enter_hook.calls or _hooks.launch_exit_hook.calls:
+        return False
+    known(addresses, device)
+    return True
+
+
+def _name_call(
+    metadata: tuple[Any, ...], inputs: tuple[torch.Tensor | None, ...]
+) -> tuple[tuple[Any, ...], list[int | None]]:
+    """Return what a call is known by, and the addresses of its inputs."""
+    addresses = [None if t is None else t.data_ptr() for t in inputs]
+    return (inputs[0].get_device(), *metadata, *[a and a % _ALIGNMENT for a in addresses]), addresses  # type: ignore[union-attr]
 
 
 _hooks: Any = triton.knobs.runtime
