@@ -87,16 +87,16 @@ class LayerCalibration:
 
     def stored(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what the cache holds of keys [num_tokens, num_kv_heads, head_size] and values, in their dtype."""
-        stored_key = _mapped(self.k_map, key - self.k_mean)
+        stored_key = _mapped(self._k_map_t, key - self.k_mean)
         return stored_key.to(key.dtype), (value - self.v_mean).to(value.dtype)
 
     def restored(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Invert `stored`."""
-        return (_mapped(self._k_unmap, key) + self.k_mean).to(key.dtype), (value + self.v_mean).to(value.dtype)
+        return (_mapped(self._k_unmap_t, key) + self.k_mean).to(key.dtype), (value + self.v_mean).to(value.dtype)
 
     def asked(self, query: torch.Tensor) -> torch.Tensor:
         """Return the queries that read stored keys: [num_tokens, num_query_heads, head_size], in their dtype."""
-        return _mapped(self._k_unmap.mT, query).to(query.dtype)
+        return _mapped(self._k_unmap, query).to(query.dtype)
 
     def attend(
         self,
@@ -141,7 +141,7 @@ class LayerCalibration:
             options["out"] = out
         if not (return_lse or sinks is not None):
             result = attend(self.asked(query), softmax_scale=softmax_scale, **options)
-            self._grouped(result).add_(self.v_mean[:, None])
+            self._grouped(result).add_(self._v_mean_of_group)
             return _scaled(result, out, output_scale)
         result, lse = attend(self.asked(query), softmax_scale=softmax_scale, return_lse=True, **options)
         shift = (self._grouped(query).float() * self.k_mean[:, None]).sum(-1).view(lse.shape)
@@ -151,7 +151,7 @@ class LayerCalibration:
             total = torch.logaddexp(lse, sinks.to(lse.dtype))
             share = torch.exp(lse - total)
             lse = total
-        mixed = self._grouped(share[..., None]) * (self._grouped(result).float() + self.v_mean[:, None])
+        mixed = self._grouped(share[..., None]) * (self._grouped(result).float() + self._v_mean_of_group)
         result.copy_(mixed.view(result.shape))
         result = _scaled(result, out, output_scale)
         return (result, lse) if return_lse else result
@@ -162,12 +162,25 @@ class LayerCalibration:
         return inverse.masked_fill((singular != 0)[:, None, None], torch.nan).float()
 
     @functools.cached_property
+    def _k_map_t(self) -> torch.Tensor:
+        return self.k_map.mT.contiguous()
+
+    @functools.cached_property
+    def _k_unmap_t(self) -> torch.Tensor:
+        return self._k_unmap.mT.contiguous()
+
+    @functools.cached_property
+    def _v_mean_of_group(self) -> torch.Tensor:
+        return self.v_mean[:, None]
+
+    @functools.cached_property
     def _has_k_mean(self) -> bool:
         return bool(self.k_mean.any())
 
     def _grouped(self, x: torch.Tensor) -> torch.Tensor:
         """View [num_tokens, num_query_heads, n] as [num_tokens, num_kv_heads, query heads of each, n]."""
-        return x.unflatten(1, (self.k_mean.shape[0], -1))
+        tokens, heads, size = x.shape
+        return x.view(tokens, len(self.k_mean), heads // len(self.k_mean), size)
 
 
 @dataclass(frozen=True)
@@ -472,10 +485,13 @@ def _mean_energy(moments: torch.Tensor) -> torch.Tensor:
 
 
 def _mapped(maps: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Apply [num_kv_heads, size, size] to rows [num_tokens, heads of each in turn, size]; return float32."""
-    tokens, heads, _ = x.shape
-    rows = x.float().unflatten(1, (len(maps), -1)).transpose(0, 1).flatten(1, 2)
-    return torch.bmm(rows, maps.mT).unflatten(1, (tokens, heads // len(maps))).transpose(0, 1).reshape(x.shape)
+    """Multiply rows [num_tokens, heads of each KV head in turn, size] by [num_kv_heads, size, size]; return float32."""
+    tokens, heads, size = x.shape
+    group = heads // len(maps)
+    if tokens == 1:  # a decoded token, for which these calls are most of the work
+        return torch.bmm(x.float().view(len(maps), group, size), maps).view(x.shape)
+    rows = x.float().view(tokens, len(maps), group, size).transpose(0, 1).flatten(1, 2)
+    return torch.bmm(rows, maps).view(len(maps), tokens, group, size).transpose(0, 1).reshape(x.shape)
 
 
 def _folder(model: PreTrainedModel) -> Path | None:
