@@ -16,6 +16,7 @@ from nibblekv.calibration import (
     LayerCalibration,
     _error_cost,
     _key_map,
+    _Statistics,
     calibrate,
     find_calibration,
     fingerprint,
@@ -370,6 +371,23 @@ def test_errors_cost_what_they_change_in_the_output():
         expected[..., :UNCOUNTED_TOKENS] = 0
         torch.testing.assert_close(cost, expected, rtol=1e-3, atol=1e-8)
         assert float(cost.amax()) > 1e-3
+
+
+def test_a_large_constant_does_not_drown_the_statistics():
+    """Catches sums in float32: what is left of such keys without their mean is then rounding, or less than nothing."""
+    generator = torch.Generator().manual_seed(6)
+    query, key, value = (torch.randn(300, n, 16, generator=generator) for n in (4, 2, 2))
+    maps = []
+    for constant in (0, 4096):
+        statistics = _Statistics()
+        for part in range(0, 300, 100):
+            # Constant channels of keys that no query asks for: the scores, and so the costs, stay as they are.
+            key[..., :4], query[..., :4] = constant, 0
+            rows = (x[part : part + 100] for x in (query, key, value))
+            statistics.add(*rows, {"sliding_window": 0, "softmax_scale": 0.5})
+        layer = statistics.constants()
+        maps.append(layer.k_map.mT @ layer.k_map)  # directions of equal energy may come in another order
+    torch.testing.assert_close(maps[1], maps[0], rtol=1e-3, atol=1e-3 * float(maps[0].abs().max()))
 
 
 def test_impossible_positions_are_refused(tiny, windows):

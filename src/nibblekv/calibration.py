@@ -400,6 +400,8 @@ class _Statistics:
         queries = query.float().unflatten(1, (heads, -1)).permute(1, 2, 0, 3)
         keys, values = (x.float().transpose(0, 1)[:, None] for x in (key, value))
         cost = torch.stack([_error_cost(*x, options) for x in zip(queries, keys, values, strict=True)])
+        # Of keys with a large constant, float32 sums lose all that is left when it is taken away.
+        queries, keys, values, cost = (x.double() for x in (queries, keys, values, cost))
         counted = torch.ones_like(queries[..., UNCOUNTED_TOKENS:, 0])
         sums = {
             "keys": keys[..., UNCOUNTED_TOKENS:, :].sum((1, 2)),
@@ -411,7 +413,7 @@ class _Statistics:
             "costly_key_moments": _moments(keys, cost.sum((1, 2))[:, None]),
             "costly_query_moments": _moments(queries, cost.sum(-1)),
         }
-        self.sums = {name: self.sums.get(name, 0.0) + x.double().cpu() for name, x in sums.items()}
+        self.sums = {name: self.sums.get(name, 0.0) + x.cpu() for name, x in sums.items()}
         self.count += key.shape[0] - UNCOUNTED_TOKENS
         self.softcap = self.softcap or bool(options.get("softcap"))
 
@@ -448,9 +450,9 @@ def _error_cost(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, opt
 
 
 def _moments(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return [heads, size, size], the weighted sums of x x^T over the rows of x [heads, group, T, size]."""
+    """Return [heads, size, size], the weighted sums of x x^T over the rows of x [heads, group, T, size], float64."""
     x, weight = x.flatten(1, 2), weight.flatten(1)[..., None]
-    return (x * weight).mT.double() @ x.double()
+    return (x * weight).mT @ x
 
 
 def _centred(moments: torch.Tensor, total: torch.Tensor, weight: float | torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
