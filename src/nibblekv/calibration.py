@@ -24,6 +24,7 @@ import hashlib
 import json
 import os
 import tempfile
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +35,15 @@ import torch
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["Calibration", "LayerCalibration", "calibrate", "find_calibration", "fingerprint", "save_path"]
+__all__ = [
+    "Calibration",
+    "LayerCalibration",
+    "calibrate",
+    "derive_calibration",
+    "find_calibration",
+    "fingerprint",
+    "save_path",
+]
 
 FILE_NAME = "nibblekv-calibration.safetensors"
 FILE_FORMAT = "nibblekv-calibration"
@@ -47,6 +56,9 @@ FP8_MAX = 448.0
 # progress(stage, done, total), in forwards of the model.
 Progress = Callable[[str, int, int], None]
 
+# The calibrations that `derive_calibration` made.
+_derived: weakref.WeakKeyDictionary[torch.nn.Module, Calibration] = weakref.WeakKeyDictionary()
+
 # Windows begin at this power of an even spread, so that early positions, which every sequence has, count more: an even one
 # takes away little of the mean there, and early positions alone make late ones worse than no calibration does.
 _EARLY_POSITIONS = 2
@@ -57,6 +69,8 @@ _NEAR_TOKENS = 32
 # Of the mean over all directions, added to each: Gemma has channels in which queries and keys are exactly 0.
 _ENERGY_FLOOR = 1e-2
 _SEED = 1
+# What a calibration is derived from: as long as a prompt of 2,048 tokens takes. Half as many serve nearly as well.
+_DERIVING_WINDOWS, _DERIVING_TOKENS = 16, 128
 _NAMING_ROWS = 64  # embeddings that name a model whose norms have no weights
 
 
@@ -161,6 +175,11 @@ class LayerCalibration:
         inverse, singular = torch.linalg.inv_ex(self.k_map.double())
         return inverse.masked_fill((singular != 0)[:, None, None], torch.nan).float()
 
+    @property
+    def _largest(self) -> list[float]:
+        """Largest entries of the map and of its inverse; NaN, which is below no limit, of a singular map."""
+        return [float(x.abs().max()) for x in (self.k_map, self._k_unmap)]
+
     @functools.cached_property
     def _k_map_t(self) -> torch.Tensor:
         return self.k_map.mT.contiguous()
@@ -191,7 +210,7 @@ class Calibration:
         layers: of the layers that keep a cache, in order.
         model: `fingerprint` of the model.
         positions: the statistics were taken at positions below this.
-        source: of the text, for people.
+        source: of the tokens, for people.
     """
 
     layers: tuple[LayerCalibration, ...]
@@ -274,8 +293,7 @@ class Calibration:
         for i in range(num_layers):
             layer = LayerCalibration(*(tensors[f"{name}.{i}"] for name in _FIELDS))
             layer.check(layer.k_mean.shape[0], layer.k_mean.shape[1], layer.v_mean.shape[1])
-            # NaN, from a singular map, is not below the limit.
-            largest = [float(x.abs().max()) for x in (layer.k_map, layer._k_unmap)]
+            largest = layer._largest
             if not all(x < MAX_MAP for x in largest):
                 raise refuse(
                     f"k_map.{i} and its inverse below {MAX_MAP:.0f}", f"up to {largest[0]:.2g} and {largest[1]:.2g}"
@@ -384,6 +402,34 @@ def calibrate(
         detach(model)
     layers = tuple(statistics[i].constants() for i in sorted(statistics))
     return Calibration(layers, fingerprint(model), positions, source)
+
+
+@torch.inference_mode(False)
+def derive_calibration(model: PreTrainedModel) -> Calibration:
+    """Take the statistics of a model on random tokens: from its weights alone, without text or tokenizer, always the same.
+
+    Most of what makes keys hard to quantize is in the weights, whatever the tokens are. Takes as long as a prompt of 2,048
+    tokens, once: the result is kept while the model lives and its `fingerprint` does not change.
+
+    Raises:
+        NotImplementedError: a model that `attach` refuses, or whose weights are offloaded.
+        ValueError: the statistics are no finite numbers.
+        Exception: what the model raises when it is run on token ids and positions alone.
+    """
+    name = fingerprint(model)
+    found = _derived.get(model)
+    if found is None or found.model != name:
+        config: Any = model.config.get_text_config(decoder=True)
+        window = min(_DERIVING_TOKENS, getattr(config, "max_position_embeddings", None) or _DERIVING_TOKENS)
+        generator = torch.Generator().manual_seed(_SEED)
+        tokens = torch.randint(config.vocab_size, (_DERIVING_WINDOWS, window), generator=generator)
+        found = calibrate(model, tokens, source="random tokens")
+        for i, layer in enumerate(found.layers):
+            finite = all(bool(torch.isfinite(mean).all()) for mean in (layer.k_mean, layer.v_mean))
+            if not finite or not all(x < MAX_MAP for x in layer._largest):
+                raise ValueError(f"calibration: expected finite statistics on random tokens, got others in layer {i}")
+        _derived[model] = found
+    return found
 
 
 class _Statistics:
