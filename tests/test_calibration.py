@@ -16,7 +16,9 @@ from nibblekv.calibration import (
     LayerCalibration,
     _error_cost,
     _key_map,
+    _Statistics,
     calibrate,
+    derive_calibration,
     find_calibration,
     fingerprint,
     save_path,
@@ -372,6 +374,23 @@ def test_errors_cost_what_they_change_in_the_output():
         assert float(cost.amax()) > 1e-3
 
 
+def test_a_large_constant_does_not_drown_the_statistics():
+    """Catches sums in float32: what is left of such keys without their mean is then rounding, or less than nothing."""
+    generator = torch.Generator().manual_seed(6)
+    query, key, value = (torch.randn(300, n, 16, generator=generator) for n in (4, 2, 2))
+    maps = []
+    for constant in (0, 4096):
+        statistics = _Statistics()
+        for part in range(0, 300, 100):
+            # Constant channels of keys that no query asks for: the scores, and so the costs, stay as they are.
+            key[..., :4], query[..., :4] = constant, 0
+            rows = (x[part : part + 100] for x in (query, key, value))
+            statistics.add(*rows, {"sliding_window": 0, "softmax_scale": 0.5})
+        layer = statistics.constants()
+        maps.append(layer.k_map.mT @ layer.k_map)  # directions of equal energy may come in another order
+    torch.testing.assert_close(maps[1], maps[0], rtol=1e-3, atol=1e-3 * float(maps[0].abs().max()))
+
+
 def test_impossible_positions_are_refused(tiny, windows):
     model, _, _ = tiny
     for positions in (95, 4097):
@@ -420,7 +439,7 @@ def test_attach_finds_a_saved_calibration_unless_told_otherwise(tiny, windows, f
     folder = save_tiny_model(tmp_path / "model")
     model, _ = load_model(str(folder), torch.float32)
     assert find_calibration(model) is None
-    assert attach(model).calibration is None
+    assert attach(model).calibration.source == "random tokens"
     for path in (
         folder / "nibblekv-calibration.safetensors",
         tmp_path / "cache/calibrations" / f"{found.model}.safetensors",
@@ -458,8 +477,9 @@ def test_eval_takes_the_saved_calibration_where_the_format_asks_for_it(tiny, win
     (missing,) = evaluate(model, ["int4+calib"], windows[:1], model_name="tiny")
     assert "nibblekv calibrate" in missing["note"]
     found.save(tmp_path / "calibrations" / f"{found.model}.safetensors")
-    rows = evaluate(model, ["int4", "int4+calib", "int4+w8s4+calib"], windows[:1], model_name="tiny")
-    assert len({row["kl_mean"] for row in rows}) == 3
+    formats = ["int4", "int4+calib", "int4+w8s4+calib", "int4+derived"]
+    rows = evaluate(model, formats, windows[:1], model_name="tiny")
+    assert len({row["kl_mean"] for row in rows}) == 4
     assert rows[2]["kl_mean"] < rows[1]["kl_mean"]
     assert all(row["bits_per_value"] == rows[0]["bits_per_value"] for row in rows)
 
@@ -498,3 +518,71 @@ def test_keys_with_a_large_bias_keep_their_answers():
     assert agreement("int4_per_token_head", calibration=None) < 0.6
     assert agreement("int4", calibration=found) >= 0.95
     assert agreement("int4", calibration=found, window=32, sinks=4) >= 0.98
+    assert agreement("int4", calibration=None, window=32, sinks=4) < 0.85
+    assert agreement("int4", window=32, sinks=4) >= 0.95
+
+
+def test_constants_are_derived_once_from_the_weights_alone():
+    """Catches a draw from the user's random numbers, constants that differ from run to run, or that outlive their weights,
+    and an `attach` that runs the model again, or for longer than a prompt takes.
+    """
+    model, same = biased_qwen2(), biased_qwen2()
+    tokens = []
+    for each in (model, same):
+        each.model.register_forward_pre_hook(lambda module, args: tokens.append(args[0].numel()))
+    state = torch.get_rng_state()
+    with torch.inference_mode():
+        first = attach(model).calibration
+    assert sum(tokens) == 2048
+    assert torch.equal(torch.get_rng_state(), state)
+    assert attach(model, "int3", v_format="int8_per_token_head").calibration is first
+    assert derive_calibration(model) is first
+    assert sum(tokens) == 2048
+    assert first.positions == model.config.max_position_embeddings
+    found = derive_calibration(same)
+    for a, b in zip(first.layers, found.layers, strict=True):
+        assert all(torch.equal(getattr(a, name), getattr(b, name)) for name in ("k_mean", "k_map", "v_mean"))
+        assert not a.k_map.is_inference()
+    with torch.no_grad():
+        same.model.norm.weight[0] += 1
+    assert derive_calibration(same) is not found
+
+
+def test_nothing_is_derived_where_it_is_not_wanted():
+    """Catches a model that is run although its user asked for none, named an impossible format, or keeps eight bits."""
+    model = biased_qwen2()
+    model.model.register_forward_pre_hook(lambda *_: pytest.fail("the model was run"))
+    for options in ({"calibration": None}, {"format": "int8_per_token_head"}, {"format": "fp8_per_token_head"}):
+        assert attach(model, **options).calibration is None
+    with pytest.raises(ValueError, match="max_tokens: expected"):
+        attach(model, max_tokens=0)
+    detach(model)
+
+
+def test_a_model_of_few_positions_is_calibrated_at_those():
+    model = biased_qwen2()
+    model.config.max_position_embeddings = 40
+    assert attach(model).calibration.positions == 40
+    detach(model)
+
+
+def needs_images(model) -> str:
+    model.model.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(TypeError("pixel_values: missing")))
+    return "the model does not run on random tokens: pixel_values: missing"
+
+
+def overflows(model) -> str:
+    model.model.layers[1].self_attn.v_proj.bias.data[3] = torch.inf
+    return "expected finite statistics on random tokens, got others in layer 1"
+
+
+@pytest.mark.parametrize("spoil_model", [needs_images, overflows])
+def test_a_model_without_constants_is_attached_all_the_same(spoil_model):
+    """Catches an `attach` that fails, or takes constants that spoil every answer, where plain keys would have done."""
+    model = biased_qwen2()
+    with pytest.warns(UserWarning, match=f"calibration: none, .*{spoil_model(model)}"):
+        cache = attach(model)
+    assert cache.calibration is None
+    assert model.config._attn_implementation == "nibblekv"
+    detach(model)
+    assert model.config._attn_implementation != "nibblekv"

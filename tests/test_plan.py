@@ -123,6 +123,7 @@ def test_layers_of_different_heads_are_read_one_by_one():
 def test_window_and_sinks_cost_a_sequence_and_not_a_token():
     """Catches bytes that a plan forgets: 32 + 32 of margin + 4 tokens in 16 bit in every layer, sliding or not."""
     assert split_window("int8_per_token_head/int4+w32s4") == ("int8_per_token_head/int4", 32, 4)
+    assert split_window("int4+w32s4+derived") == split_window("int4+w32s4+calib") == ("int4", 32, 4)
     assert split_window("int4+w8")[1:] == (8, 0)
     assert split_window("int4+s8")[1:] == (0, 8)
     assert bytes_per_token(LLAMA_8B[0], "int4+w32s4") == bytes_per_token(LLAMA_8B[0], "int4")

@@ -125,8 +125,8 @@ def prompt(batch, length, pads=0, seed=1):
 
 
 def attached(model, format="int8_per_token_head", **options):
-    """Attach without a window, so that the oracle need only know what pages hold."""
-    return attach(model, format, **{"block_size": 16, "window": 0, "sinks": 0, **options})
+    """Attach without a window or constants, so that the oracle need only know what pages hold."""
+    return attach(model, format, **{"block_size": 16, "window": 0, "sinks": 0, "calibration": None, **options})
 
 
 def forward(model, ids, mask, cache, first=0):
@@ -175,7 +175,7 @@ def assert_generates_like_oracle(model, ids, mask, **options):
     # One rounding may swap two running beams that do not make it into the result.
     if options.get("num_beams", 1) == 1:
         assert_near(torch.stack(packed.logits), torch.stack(oracle.logits))
-    attach(model, format)
+    attached(model, format)
     return cache, packed
 
 
@@ -589,6 +589,17 @@ def test_what_cannot_work_is_refused_when_the_cache_is_built(config_name, model_
     with pytest.raises(NotImplementedError, match=f"{model_name} cannot use a packed cache: .*({reason})"):
         attach(model)
     assert model.config._attn_implementation == before
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_constants_are_derived_from_every_family(family):
+    """Catches a family that does not run on token ids and positions alone, or whose layers that share keys count twice."""
+    model = build(family)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        cache = attach(model)
+    assert len(cache.calibration.layers) == len(cache.layers)
+    forward(model, *prompt(2, 24, LEFT_PADS), cache)
 
 
 def test_bad_arguments_are_named():

@@ -24,6 +24,7 @@ import hashlib
 import json
 import os
 import tempfile
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +35,15 @@ import torch
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["Calibration", "LayerCalibration", "calibrate", "find_calibration", "fingerprint", "save_path"]
+__all__ = [
+    "Calibration",
+    "LayerCalibration",
+    "calibrate",
+    "derive_calibration",
+    "find_calibration",
+    "fingerprint",
+    "save_path",
+]
 
 FILE_NAME = "nibblekv-calibration.safetensors"
 FILE_FORMAT = "nibblekv-calibration"
@@ -47,6 +56,9 @@ FP8_MAX = 448.0
 # progress(stage, done, total), in forwards of the model.
 Progress = Callable[[str, int, int], None]
 
+# The calibrations that `derive_calibration` made.
+_derived: weakref.WeakKeyDictionary[torch.nn.Module, Calibration] = weakref.WeakKeyDictionary()
+
 # Windows begin at this power of an even spread, so that early positions, which every sequence has, count more: an even one
 # takes away little of the mean there, and early positions alone make late ones worse than no calibration does.
 _EARLY_POSITIONS = 2
@@ -57,6 +69,8 @@ _NEAR_TOKENS = 32
 # Of the mean over all directions, added to each: Gemma has channels in which queries and keys are exactly 0.
 _ENERGY_FLOOR = 1e-2
 _SEED = 1
+# What a calibration is derived from: as long as a prompt of 2,048 tokens takes. Half as many serve nearly as well.
+_DERIVING_WINDOWS, _DERIVING_TOKENS = 16, 128
 _NAMING_ROWS = 64  # embeddings that name a model whose norms have no weights
 
 
@@ -87,16 +101,16 @@ class LayerCalibration:
 
     def stored(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what the cache holds of keys [num_tokens, num_kv_heads, head_size] and values, in their dtype."""
-        stored_key = _mapped(self.k_map, key - self.k_mean)
+        stored_key = _mapped(self._k_map_t, key - self.k_mean)
         return stored_key.to(key.dtype), (value - self.v_mean).to(value.dtype)
 
     def restored(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Invert `stored`."""
-        return (_mapped(self._k_unmap, key) + self.k_mean).to(key.dtype), (value + self.v_mean).to(value.dtype)
+        return (_mapped(self._k_unmap_t, key) + self.k_mean).to(key.dtype), (value + self.v_mean).to(value.dtype)
 
     def asked(self, query: torch.Tensor) -> torch.Tensor:
         """Return the queries that read stored keys: [num_tokens, num_query_heads, head_size], in their dtype."""
-        return _mapped(self._k_unmap.mT, query).to(query.dtype)
+        return _mapped(self._k_unmap, query).to(query.dtype)
 
     def attend(
         self,
@@ -141,7 +155,7 @@ class LayerCalibration:
             options["out"] = out
         if not (return_lse or sinks is not None):
             result = attend(self.asked(query), softmax_scale=softmax_scale, **options)
-            self._grouped(result).add_(self.v_mean[:, None])
+            self._grouped(result).add_(self._v_mean_of_group)
             return _scaled(result, out, output_scale)
         result, lse = attend(self.asked(query), softmax_scale=softmax_scale, return_lse=True, **options)
         shift = (self._grouped(query).float() * self.k_mean[:, None]).sum(-1).view(lse.shape)
@@ -151,7 +165,7 @@ class LayerCalibration:
             total = torch.logaddexp(lse, sinks.to(lse.dtype))
             share = torch.exp(lse - total)
             lse = total
-        mixed = self._grouped(share[..., None]) * (self._grouped(result).float() + self.v_mean[:, None])
+        mixed = self._grouped(share[..., None]) * (self._grouped(result).float() + self._v_mean_of_group)
         result.copy_(mixed.view(result.shape))
         result = _scaled(result, out, output_scale)
         return (result, lse) if return_lse else result
@@ -161,13 +175,31 @@ class LayerCalibration:
         inverse, singular = torch.linalg.inv_ex(self.k_map.double())
         return inverse.masked_fill((singular != 0)[:, None, None], torch.nan).float()
 
+    @property
+    def _largest(self) -> list[float]:
+        """Largest entries of the map and of its inverse; NaN, which is below no limit, of a singular map."""
+        return [float(x.abs().max()) for x in (self.k_map, self._k_unmap)]
+
+    @functools.cached_property
+    def _k_map_t(self) -> torch.Tensor:
+        return self.k_map.mT.contiguous()
+
+    @functools.cached_property
+    def _k_unmap_t(self) -> torch.Tensor:
+        return self._k_unmap.mT.contiguous()
+
+    @functools.cached_property
+    def _v_mean_of_group(self) -> torch.Tensor:
+        return self.v_mean[:, None]
+
     @functools.cached_property
     def _has_k_mean(self) -> bool:
         return bool(self.k_mean.any())
 
     def _grouped(self, x: torch.Tensor) -> torch.Tensor:
         """View [num_tokens, num_query_heads, n] as [num_tokens, num_kv_heads, query heads of each, n]."""
-        return x.unflatten(1, (self.k_mean.shape[0], -1))
+        tokens, heads, size = x.shape
+        return x.view(tokens, len(self.k_mean), heads // len(self.k_mean), size)
 
 
 @dataclass(frozen=True)
@@ -178,7 +210,7 @@ class Calibration:
         layers: of the layers that keep a cache, in order.
         model: `fingerprint` of the model.
         positions: the statistics were taken at positions below this.
-        source: of the text, for people.
+        source: of the tokens, for people.
     """
 
     layers: tuple[LayerCalibration, ...]
@@ -261,8 +293,7 @@ class Calibration:
         for i in range(num_layers):
             layer = LayerCalibration(*(tensors[f"{name}.{i}"] for name in _FIELDS))
             layer.check(layer.k_mean.shape[0], layer.k_mean.shape[1], layer.v_mean.shape[1])
-            # NaN, from a singular map, is not below the limit.
-            largest = [float(x.abs().max()) for x in (layer.k_map, layer._k_unmap)]
+            largest = layer._largest
             if not all(x < MAX_MAP for x in largest):
                 raise refuse(
                     f"k_map.{i} and its inverse below {MAX_MAP:.0f}", f"up to {largest[0]:.2g} and {largest[1]:.2g}"
@@ -373,6 +404,34 @@ def calibrate(
     return Calibration(layers, fingerprint(model), positions, source)
 
 
+@torch.inference_mode(False)
+def derive_calibration(model: PreTrainedModel) -> Calibration:
+    """Take the statistics of a model on random tokens: from its weights alone, without text or tokenizer, always the same.
+
+    Most of what makes keys hard to quantize is in the weights, whatever the tokens are. Takes as long as a prompt of 2,048
+    tokens, once: the result is kept while the model lives and its `fingerprint` does not change.
+
+    Raises:
+        NotImplementedError: a model that `attach` refuses, or whose weights are offloaded.
+        ValueError: the statistics are no finite numbers.
+        Exception: what the model raises when it is run on token ids and positions alone.
+    """
+    name = fingerprint(model)
+    found = _derived.get(model)
+    if found is None or found.model != name:
+        config: Any = model.config.get_text_config(decoder=True)
+        window = min(_DERIVING_TOKENS, getattr(config, "max_position_embeddings", None) or _DERIVING_TOKENS)
+        generator = torch.Generator().manual_seed(_SEED)
+        tokens = torch.randint(config.vocab_size, (_DERIVING_WINDOWS, window), generator=generator)
+        found = calibrate(model, tokens, source="random tokens")
+        for i, layer in enumerate(found.layers):
+            finite = all(bool(torch.isfinite(mean).all()) for mean in (layer.k_mean, layer.v_mean))
+            if not finite or not all(x < MAX_MAP for x in layer._largest):
+                raise ValueError(f"calibration: expected finite statistics on random tokens, got others in layer {i}")
+        _derived[model] = found
+    return found
+
+
 class _Statistics:
     """Sums over tokens of one layer, float64 on the CPU."""
 
@@ -387,6 +446,8 @@ class _Statistics:
         queries = query.float().unflatten(1, (heads, -1)).permute(1, 2, 0, 3)
         keys, values = (x.float().transpose(0, 1)[:, None] for x in (key, value))
         cost = torch.stack([_error_cost(*x, options) for x in zip(queries, keys, values, strict=True)])
+        # Of keys with a large constant, float32 sums lose all that is left when it is taken away.
+        queries, keys, values, cost = (x.double() for x in (queries, keys, values, cost))
         counted = torch.ones_like(queries[..., UNCOUNTED_TOKENS:, 0])
         sums = {
             "keys": keys[..., UNCOUNTED_TOKENS:, :].sum((1, 2)),
@@ -398,7 +459,7 @@ class _Statistics:
             "costly_key_moments": _moments(keys, cost.sum((1, 2))[:, None]),
             "costly_query_moments": _moments(queries, cost.sum(-1)),
         }
-        self.sums = {name: self.sums.get(name, 0.0) + x.double().cpu() for name, x in sums.items()}
+        self.sums = {name: self.sums.get(name, 0.0) + x.cpu() for name, x in sums.items()}
         self.count += key.shape[0] - UNCOUNTED_TOKENS
         self.softcap = self.softcap or bool(options.get("softcap"))
 
@@ -435,9 +496,9 @@ def _error_cost(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, opt
 
 
 def _moments(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return [heads, size, size], the weighted sums of x x^T over the rows of x [heads, group, T, size]."""
+    """Return [heads, size, size], the weighted sums of x x^T over the rows of x [heads, group, T, size], float64."""
     x, weight = x.flatten(1, 2), weight.flatten(1)[..., None]
-    return (x * weight).mT.double() @ x.double()
+    return (x * weight).mT @ x
 
 
 def _centred(moments: torch.Tensor, total: torch.Tensor, weight: float | torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
@@ -472,10 +533,13 @@ def _mean_energy(moments: torch.Tensor) -> torch.Tensor:
 
 
 def _mapped(maps: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Apply [num_kv_heads, size, size] to rows [num_tokens, heads of each in turn, size]; return float32."""
-    tokens, heads, _ = x.shape
-    rows = x.float().unflatten(1, (len(maps), -1)).transpose(0, 1).flatten(1, 2)
-    return torch.bmm(rows, maps.mT).unflatten(1, (tokens, heads // len(maps))).transpose(0, 1).reshape(x.shape)
+    """Multiply rows [num_tokens, heads of each KV head in turn, size] by [num_kv_heads, size, size]; return float32."""
+    tokens, heads, size = x.shape
+    group = heads // len(maps)
+    if tokens == 1:  # a decoded token, for which these calls are most of the work
+        return torch.bmm(x.float().view(len(maps), group, size), maps).view(x.shape)
+    rows = x.float().view(tokens, len(maps), group, size).transpose(0, 1).flatten(1, 2)
+    return torch.bmm(rows, maps).view(len(maps), tokens, group, size).transpose(0, 1).reshape(x.shape)
 
 
 def _folder(model: PreTrainedModel) -> Path | None:

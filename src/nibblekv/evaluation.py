@@ -2,8 +2,8 @@
 
 Teacher-forced: one forward per window and format, in which every key and value that attention reads is the stored one
 (`strict`), but for those that a format with a window and sinks reads unquantized (`int4+w32s4`). `+calib` at the end of a
-format's name takes the calibration that was saved for the model. The reference is the same
-model in the same dtype with an unquantized cache. Per scored position,
+format's name takes the calibration that was saved for the model, `+derived` the one that `attach` makes where none was. The
+reference is the same model in the same dtype with an unquantized cache. Per scored position,
 KL = sum_t p_ref(t) ln(p_ref(t) / p_format(t)) over the vocabulary, in nats.
 """
 

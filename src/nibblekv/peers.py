@@ -2,7 +2,8 @@
 
 Names: `none` (DynamicCache in the dtype of the model), every name in `FORMATS` or two of them as K/V, `hf-quanto`, `hf-hqq`
 (transformers' QuantizedCache at 4 bits in groups of 64). Ours take a suffix: `int4+w32s4` reads the last 32 and the first 4
-tokens unquantized, and a further `+calib` maps keys and values by the calibration that was saved for the model.
+tokens unquantized, and a further `+calib` maps keys and values by the calibration that was saved for the model, `+derived`
+by the one that `attach` derives where none was.
 """
 
 from __future__ import annotations
@@ -15,8 +16,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nibblekv.calibration import Calibration, find_calibration, fingerprint
-from nibblekv.plan import attention_layers, bits_per_value, is_calibrated, split_format, split_window
+from nibblekv.calibration import Calibration, derive_calibration, find_calibration, fingerprint
+from nibblekv.plan import (
+    CALIBRATED,
+    DERIVED,
+    attention_layers,
+    bits_per_value,
+    calibration_suffix,
+    split_format,
+    split_window,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -35,7 +44,8 @@ def check_format(format: str) -> None:
             split_format(format)
         except ValueError as error:
             others = (
-                f"also none, {', '.join(PEERS)}, two formats as K/V, a window and sinks as int4+w32s4, and +calib at the end"
+                f"also none, {', '.join(PEERS)}, two formats as K/V, a window and sinks as int4+w32s4, and +calib or "
+                "+derived at the end"
             )
             raise ValueError(f"{error}; {others}") from error
 
@@ -77,7 +87,9 @@ def cache_maker(
 
         k_format, v_format = split_format(format)
         _, window, sinks = split_window(format)
-        calibration = _saved_calibration(model) if is_calibrated(format) else None
+        calibrations = {CALIBRATED: _saved_calibration, DERIVED: derive_calibration}
+        suffix = calibration_suffix(format)
+        calibration = calibrations[suffix](model) if suffix else None
         try:
             attach(model, k_format, v_format=v_format, calibration=calibration)
             yield lambda: attach(

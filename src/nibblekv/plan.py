@@ -15,7 +15,7 @@ __all__ = [
     "attention_layers",
     "bits_per_value",
     "bytes_per_token",
-    "is_calibrated",
+    "calibration_suffix",
     "plan_rows",
     "raw_bytes",
     "split_format",
@@ -26,7 +26,7 @@ __all__ = [
 # A cache without quantization, by the bytes of its values.
 UNQUANTIZED_BYTES = {"none": 2, "float32": 4, "float16": 2, "bfloat16": 2}
 DEFAULT_BLOCK_SIZE = 16
-CALIBRATED = "+calib"
+CALIBRATED, DERIVED = "+calib", "+derived"
 
 
 @dataclass(frozen=True)
@@ -95,12 +95,12 @@ def _attention_layer(config: Any, kind: str | None) -> AttentionLayer | None:
 def split_window(format: str) -> tuple[str, int, int]:
     """Split `int4+w32s4` into the name before, the window and the sinks that are kept unquantized; `+w32` or `+s4` do too.
 
-    A further `+calib` (`is_calibrated`) is left out.
+    A further `+calib` or `+derived` (`calibration_suffix`) is left out.
 
     Raises:
         ValueError: not such a suffix.
     """
-    name, plus, suffix = format.removesuffix(CALIBRATED).partition("+")
+    name, plus, suffix = format.removesuffix(calibration_suffix(format)).partition("+")
     found = re.fullmatch(r"(?:w(\d+))?(?:s(\d+))?", suffix)
     if found is None or bool(plus) != bool(suffix):
         raise ValueError(f"format: expected a suffix such as +w32s4, window and sinks, got {format!r}")
@@ -108,16 +108,16 @@ def split_window(format: str) -> tuple[str, int, int]:
     return name, window, sinks
 
 
-def is_calibrated(format: str) -> bool:
-    """Say whether the format's name asks for the model's calibration: `int4+w32s4+calib`."""
-    return format.endswith(CALIBRATED)
+def calibration_suffix(format: str) -> str:
+    """Return the end of a format's name that asks for constants: `+calib` for saved ones, `+derived`, or nothing."""
+    return next((suffix for suffix in (CALIBRATED, DERIVED) if format.endswith(suffix)), "")
 
 
 def split_format(format: str) -> tuple[str, str]:
     """Split `int8_per_token_head/int4` into the formats of keys and values; one name serves both.
 
     Args:
-        format: suffixes (`split_window`, `is_calibrated`) are checked and left out.
+        format: suffixes (`split_window`, `calibration_suffix`) are checked and left out.
 
     Raises:
         ValueError: not a name in `FORMATS`.

@@ -39,7 +39,7 @@ JsonOption = Annotated[
 MODEL_HELP = f"One of {', '.join(DEMO_MODELS)}, a model folder, a .gguf file or a hub name."
 ModelOption = Annotated[str, typer.Option("--model", "-m", help=MODEL_HELP)]
 DeviceOption = Annotated[str, typer.Option(help="Where the model runs: cpu, cuda, cuda:1 ...")]
-OWN_FORMATS_HELP = f"Comma-separated: none, {', '.join(FORMATS)}, two as K/V, int4+w32s4 (window, sinks; +calib)."
+OWN_FORMATS_HELP = f"Comma-separated: none, {', '.join(FORMATS)}, two as K/V, int4+w32s4 (window, sinks; +calib, +derived)."
 FORMATS_HELP = OWN_FORMATS_HELP.removesuffix(".") + ", hf-quanto, hf-hqq."
 
 

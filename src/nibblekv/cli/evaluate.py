@@ -42,7 +42,9 @@ COLUMNS: Columns = {
 
 def evaluate_formats(
     model: ModelOption = "smollm2",
-    formats: Annotated[str, typer.Option("--formats", "-f", help=FORMATS_HELP)] = "none,int4,int4+w32s4,int8_per_token_head",
+    formats: Annotated[str, typer.Option("--formats", "-f", help=FORMATS_HELP)] = (
+        "none,int4,int4+w32s4,int4+w32s4+derived,int8_per_token_head"
+    ),
     windows: Annotated[int, typer.Option(help="Windows of text, shared among the texts.")] = 9,
     window: Annotated[int, typer.Option(help="Tokens of a window.")] = 1024,
     text: Annotated[
@@ -57,7 +59,8 @@ def evaluate_formats(
     """Compare formats with the unquantized cache: perplexity, KL, top-1, copying, greedy text.
 
     Every key and value that attention reads is its stored, quantized version, the prompt's own included, but for those in a
-    format's window and sinks (`int4+w32s4`). `+calib` behind takes the calibration that `nibblekv calibrate` saved.
+    format's window and sinks (`int4+w32s4`). `+calib` behind takes the calibration that `nibblekv calibrate`
+    saved, `+derived` the one that attach makes where none was.
     """
     names = split_list(formats)
     for name in names:

@@ -12,6 +12,7 @@ padded batch computes what its sequences compute alone.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.masking_utils import AttentionMaskInterface
 
 from nibblekv.cache import CacheStep, PagedKVCache, raw_row_count
-from nibblekv.calibration import Calibration, find_calibration, fingerprint
+from nibblekv.calibration import Calibration, derive_calibration, find_calibration, fingerprint
 from nibblekv.formats import QuantFormat, check_head_size, get_format
 from nibblekv.layout import KVCacheLayout
 
@@ -36,6 +37,8 @@ DEFAULT_BLOCK_SIZE = 64
 # What four bits cost in answers falls to an eighth on SmolLM2 (benchmarks/results/h200-eval-smollm2.json), for the bytes of
 # 240 more tokens of a sequence.
 DEFAULT_WINDOW, DEFAULT_SINKS = 32, 4
+# Codes of this many bits lose too little for `attach` to run the model over random tokens first.
+UNCALIBRATED_BITS = 8
 LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 # A compiled model breaks its graph here; with fullgraph=True, torch refuses with this sentence.
 EAGER = "nibblekv's packed cache runs eagerly: its pages are allocated in Python"
@@ -610,6 +613,16 @@ def _check_model(model: Any) -> Any:
     return config
 
 
+def _derived_calibration(model: PreTrainedModel) -> Calibration | None:
+    """Return a calibration that was derived from the model; None, with a warning, if it cannot be."""
+    try:
+        return derive_calibration(model)
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:  # whatever its code raises
+        reason = str(error).partition("\n")[0]
+        warnings.warn(f"calibration: none, the model does not run on random tokens: {reason}", stacklevel=3)
+        return None
+
+
 def detach(model: PreTrainedModel) -> None:
     """Give a model the attention implementation back that it had before `attach`; without `attach`, do nothing."""
     for config, implementation in _previous.pop(model, []):
@@ -647,7 +660,12 @@ def attach(
         window, sinks: the last and the first tokens of each sequence that are read unquantized, in the model's dtype,
             whatever `strict` says: more accurate, at a fixed size per sequence; 0: none. Their pages hold them as well.
         calibration: what keys and values are mapped by (`nibblekv calibrate`): read from a file or made before; "auto": the
-            one that was saved for this model, if there is one; None: none.
+            one that was saved for this model; where none was and a format has fewer than 8 bits, one that the first call
+            derives by running the model over 2,048 random tokens, as long as a prompt of that length takes, and later calls
+            take over (`derive_calibration`); None: none. A saved one is more accurate.
+
+    Warns:
+        UserWarning: the model does not run on random tokens, so "auto" is None.
 
     Raises:
         FileNotFoundError: a calibration's file.
@@ -655,7 +673,8 @@ def attach(
         TypeError, ValueError: an argument, a head size that cannot be stored, a broken calibration or another model's.
     """
     config = _check_model(model)
-    if calibration == "auto":
+    automatic = calibration == "auto"
+    if automatic:
         calibration = find_calibration(model)
     if isinstance(calibration, str | Path):
         calibration = Calibration.load(calibration, fingerprint(model))
@@ -674,6 +693,8 @@ def attach(
         sinks=sinks,
         calibration=calibration,
     )
+    if automatic and calibration is None and min(cache.k_format.bits, cache.v_format.bits) < UNCALIBRATED_BITS:
+        cache.calibration = _derived_calibration(model)
     AttentionInterface.register(IMPLEMENTATION, _attention)
     AttentionMaskInterface.register(IMPLEMENTATION, _mask)
     if config._attn_implementation != IMPLEMENTATION:
