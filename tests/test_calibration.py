@@ -311,7 +311,7 @@ def test_a_model_made_in_memory_has_no_folder(tmp_path, monkeypatch):
     """Catches the working directory taken for the folder of a model that has none."""
     monkeypatch.setenv("NIBBLEKV_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-    tiny_calibration().save("nibblekv-calibration.safetensors")
+    tiny_calibration().save("nibblekv/calibration.safetensors")
     model = biased_qwen2()
     assert model.config._name_or_path == ""
     assert find_calibration(model) is None
@@ -441,7 +441,7 @@ def test_attach_finds_a_saved_calibration_unless_told_otherwise(tiny, windows, f
     assert find_calibration(model) is None
     assert attach(model).calibration.source == "random tokens"
     for path in (
-        folder / "nibblekv-calibration.safetensors",
+        folder / "nibblekv/calibration.safetensors",
         tmp_path / "cache/calibrations" / f"{found.model}.safetensors",
     ):
         found.save(path)
@@ -466,7 +466,7 @@ def test_attach_finds_a_saved_calibration_unless_told_otherwise(tiny, windows, f
 def test_a_model_in_the_cache_directory_takes_no_more_files(tmp_path, monkeypatch):
     """Catches a calibration that makes a fetched model incomplete: its folder is checked for unknown files."""
     model, _ = load_model(str(save_tiny_model(tmp_path / "models" / "fetched")), torch.float32)
-    assert save_path(model) == tmp_path / "models" / "fetched" / "nibblekv-calibration.safetensors"
+    assert save_path(model) == tmp_path / "models" / "fetched" / "nibblekv/calibration.safetensors"
     monkeypatch.setenv("NIBBLEKV_CACHE", str(tmp_path))
     assert save_path(model) == tmp_path / "calibrations" / f"{fingerprint(model)}.safetensors"
 

@@ -66,7 +66,7 @@ def test_eval_writes_the_rows_that_it_prints(tiny, tmp_path):
 
 def test_calibrate_writes_a_file_that_eval_uses(tmp_path):
     folder = save_tiny_model(tmp_path / "model")
-    path = folder / "nibblekv-calibration.safetensors"
+    path = folder / "nibblekv/calibration.safetensors"
     result = invoke("calibrate", str(folder), "--windows", "4", "--window", "64")
     assert str(path) in result.output
     assert "2 layers, 256 tokens of austen, bible, at positions 0 to 4,095" in result.output

@@ -103,7 +103,7 @@ class Contender:
 
 # The names say what is stored, whatever the caller's environment asks for.
 _STOCK = {"NIBBLEKV_DISABLE": "1"}
-_OURS = {"NIBBLEKV_DISABLE": "0", "NIBBLEKV_FORMAT": "int4", "NIBBLEKV_WINDOW": "0"}
+_OURS = {"NIBBLEKV_DISABLE": "0", "NIBBLEKV_FORMAT": "int4", "NIBBLEKV_WINDOW": "0", "NIBBLEKV_CALIBRATION": "off"}
 CONTENDERS = {
     "16-bit, vLLM": Contender({"kv_cache_dtype": "auto"}, _STOCK, ("cuda", "cpu")),
     # vLLM on CPU accepts the dtype and generates noise, so there is nothing to time.

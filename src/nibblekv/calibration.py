@@ -23,6 +23,7 @@ import functools
 import hashlib
 import json
 import os
+import re
 import tempfile
 import weakref
 from collections.abc import Callable
@@ -39,13 +40,16 @@ __all__ = [
     "Calibration",
     "LayerCalibration",
     "calibrate",
+    "checkpoint_fingerprint",
     "derive_calibration",
     "find_calibration",
     "fingerprint",
     "save_path",
+    "saved_path",
 ]
 
-FILE_NAME = "nibblekv-calibration.safetensors"
+# In a model's folder. Engines take every safetensors file that lies in the folder itself for weights.
+FILE_NAME = Path("nibblekv", "calibration.safetensors")
 FILE_FORMAT = "nibblekv-calibration"
 FILE_VERSION = 2
 _FIELDS = ("k_mean", "k_map", "v_mean")
@@ -72,6 +76,8 @@ _SEED = 1
 # What a calibration is derived from: as long as a prompt of 2,048 tokens takes. Half as many serve nearly as well.
 _DERIVING_WINDOWS, _DERIVING_TOKENS = 16, 128
 _NAMING_ROWS = 64  # embeddings that name a model whose norms have no weights
+# Of rows and maps in `_fixed_point`: with sums of up to 2^9 products they fill the 53 bits of float64.
+_ROW_BITS, _MAP_BITS = 23, 21
 
 
 @dataclass(frozen=True)
@@ -99,17 +105,35 @@ class LayerCalibration:
             if shape != (num_kv_heads, *sizes):
                 raise ValueError(f"calibration: expected {name} of shape {(num_kv_heads, *sizes)}, got {shape}")
 
-    def stored(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what the cache holds of keys [num_tokens, num_kv_heads, head_size] and values, in their dtype."""
-        stored_key = _mapped(self._k_map_t, key - self.k_mean)
+    def of_heads(self, heads: slice) -> LayerCalibration:
+        """Return the constants of some KV heads."""
+        return LayerCalibration(*(getattr(self, name)[heads] for name in _FIELDS))
+
+    def stored(
+        self, key: torch.Tensor, value: torch.Tensor, *, batch_invariant: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what the cache holds of keys [num_tokens, num_kv_heads, head_size] and values, in their dtype.
+
+        batch_invariant: a row is bitwise the same whatever other rows there are; slower.
+        """
+        centred = key - self.k_mean
+        if batch_invariant:
+            stored_key = _mapped(self._exact_k_map_t, _fixed_point(centred, -1, _ROW_BITS))
+        else:
+            stored_key = _mapped(self._k_map_t, centred)
         return stored_key.to(key.dtype), (value - self.v_mean).to(value.dtype)
 
     def restored(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Invert `stored`."""
         return (_mapped(self._k_unmap_t, key) + self.k_mean).to(key.dtype), (value + self.v_mean).to(value.dtype)
 
-    def asked(self, query: torch.Tensor) -> torch.Tensor:
-        """Return the queries that read stored keys: [num_tokens, num_query_heads, head_size], in their dtype."""
+    def asked(self, query: torch.Tensor, *, batch_invariant: bool = False) -> torch.Tensor:
+        """Return the queries that read stored keys: [num_tokens, num_query_heads, head_size], in their dtype.
+
+        batch_invariant: as in `stored`.
+        """
+        if batch_invariant:
+            return _mapped(self._exact_k_unmap, _fixed_point(query, -1, _ROW_BITS)).to(query.dtype)
         return _mapped(self._k_unmap, query).to(query.dtype)
 
     def attend(
@@ -136,6 +160,7 @@ class LayerCalibration:
             query: [num_tokens, num_query_heads, head_size]; key, value: the queries' own, as the model made them.
             sinks: a sink's logit is compared with the scores of plain keys, so it is weighed here, not by the kernel.
             softmax_scale, softcap, out, output_scale, return_lse: of `nibblekv.paged_attention`.
+            options: with `batch_invariant`, queries are mapped so as well.
 
         Returns:
             As `nibblekv.paged_attention` of a cache that holds plain keys and values.
@@ -144,7 +169,7 @@ class LayerCalibration:
             ValueError: softcap with key means other than 0: a bent score does see the constant.
         """
         if softcap:
-            if self._has_k_mean:
+            if self.has_k_mean:
                 raise ValueError(f"softcap: expected 0 with a calibration that has key means, got {softcap}")
             options["softcap"] = softcap
         if softmax_scale is None:
@@ -153,13 +178,18 @@ class LayerCalibration:
             options["key"], options["value"] = self.stored(key, value)
         if out is not None and output_scale is None:
             options["out"] = out
+        batch_invariant = bool(options.get("batch_invariant"))
+        asked = self.asked(query, batch_invariant=batch_invariant)
         if not (return_lse or sinks is not None):
-            result = attend(self.asked(query), softmax_scale=softmax_scale, **options)
+            result = attend(asked, softmax_scale=softmax_scale, **options)
             self._grouped(result).add_(self._v_mean_of_group)
             return _scaled(result, out, output_scale)
-        result, lse = attend(self.asked(query), softmax_scale=softmax_scale, return_lse=True, **options)
-        shift = (self._grouped(query).float() * self.k_mean[:, None]).sum(-1).view(lse.shape)
-        lse = lse + softmax_scale * shift
+        result, lse = attend(asked, softmax_scale=softmax_scale, return_lse=True, **options)
+        if batch_invariant:
+            shift = (self._grouped(_fixed_point(query, -1, _ROW_BITS)) * self._exact_k_mean[:, None]).sum(-1).float()
+        else:
+            shift = (self._grouped(query).float() * self.k_mean[:, None]).sum(-1)
+        lse = lse + softmax_scale * shift.view(lse.shape)
         share = (lse > -torch.inf).to(lse.dtype)  # of the probability that goes to keys
         if sinks is not None:
             total = torch.logaddexp(lse, sinks.to(lse.dtype))
@@ -169,6 +199,17 @@ class LayerCalibration:
         result.copy_(mixed.view(result.shape))
         result = _scaled(result, out, output_scale)
         return (result, lse) if return_lse else result
+
+    def prepare(self, *, batch_invariant: bool) -> dict[str, torch.Tensor]:
+        """Compute now what calls would compute when they first need it, and return all tensors that they read."""
+        needed = ["_exact_k_map_t", "_exact_k_unmap", "_exact_k_mean"] if batch_invariant else ["_k_map_t", "_k_unmap"]
+        _ = self.has_k_mean
+        return {name: getattr(self, name) for name in ("k_mean", "v_mean", "_v_mean_of_group", *needed)}
+
+    @functools.cached_property
+    def has_k_mean(self) -> bool:
+        """Say whether any key mean is other than 0."""
+        return bool(self.k_mean.any())
 
     @functools.cached_property
     def _k_unmap(self) -> torch.Tensor:
@@ -189,12 +230,20 @@ class LayerCalibration:
         return self._k_unmap.mT.contiguous()
 
     @functools.cached_property
-    def _v_mean_of_group(self) -> torch.Tensor:
-        return self.v_mean[:, None]
+    def _exact_k_map_t(self) -> torch.Tensor:
+        return _fixed_point(self._k_map_t, -2, _MAP_BITS)
 
     @functools.cached_property
-    def _has_k_mean(self) -> bool:
-        return bool(self.k_mean.any())
+    def _exact_k_unmap(self) -> torch.Tensor:
+        return _fixed_point(self._k_unmap, -2, _MAP_BITS)
+
+    @functools.cached_property
+    def _exact_k_mean(self) -> torch.Tensor:
+        return _fixed_point(self.k_mean, -1, _MAP_BITS)
+
+    @functools.cached_property
+    def _v_mean_of_group(self) -> torch.Tensor:
+        return self.v_mean[:, None]
 
     def _grouped(self, x: torch.Tensor) -> torch.Tensor:
         """View [num_tokens, num_query_heads, n] as [num_tokens, num_kv_heads, query heads of each, n]."""
@@ -316,6 +365,56 @@ def fingerprint(model: torch.nn.Module) -> str:
     weights = weights or [p[:_NAMING_ROWS] for p in parameters.values()][:1]
     if any(weight.is_meta for weight in weights):
         raise NotImplementedError("calibration: expected loaded weights to tell the model by, got offloaded ones; pass None")
+    return _name_of(weights)
+
+
+def checkpoint_fingerprint(folder: Path, num_layers: int) -> str:
+    """Return the `fingerprint` of the model whose weights are in a folder of safetensors files, without making the model.
+
+    Args:
+        num_layers: of the model. Further layers of a checkpoint predict drafts; transformers leaves them out too.
+
+    Raises:
+        ValueError: the folder has no such files, or none that can be read, or no weights to tell the model by.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    index = folder / "model.safetensors.index.json"
+    weights: list[torch.Tensor] = []
+    embeddings: list[torch.Tensor] = []
+    try:
+        if index.is_file():
+            paths = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        else:
+            found = sorted(folder.glob("*.safetensors"))
+            # Some checkpoints hold the same weights a second time.
+            paths = [path for path in found if not path.name.startswith("consolidated")] or found
+        for path in paths:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118
+                    part = file.get_slice(name)
+                    if not name.endswith(".weight") or _of_drafts(name, num_layers):
+                        continue
+                    if len(part.get_shape()) == 1:
+                        weights.append(file.get_tensor(name))
+                    elif "embed" in name and len(part.get_shape()) == 2:
+                        embeddings.append(part[:_NAMING_ROWS])
+    except (SafetensorError, OSError, ValueError, KeyError) as error:
+        raise ValueError(f"calibration: expected a whole checkpoint in {folder}, got {error}") from error
+    weights = weights or embeddings[:1]
+    if not weights:
+        raise ValueError(f"calibration: expected safetensors files to tell the model by, got none in {folder}")
+    return _name_of(weights)
+
+
+def _of_drafts(name: str, num_layers: int) -> bool:
+    """Say whether a checkpoint's weight belongs to layers behind the model's own."""
+    found = re.match(r"(?:model\.|language_model\.)*layers\.(\d+)\.", name)
+    return "mtp" in name.split(".") or (found is not None and int(found[1]) >= num_layers)
+
+
+def _name_of(weights: list[torch.Tensor]) -> str:
+    """Return the hash of some weights, whatever their order and names."""
     digests = sorted(
         hashlib.sha256(weight.detach().to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes()).digest()
         for weight in weights
@@ -339,10 +438,14 @@ def save_path(model: PreTrainedModel) -> Path:
 
 def find_calibration(model: PreTrainedModel) -> Path | None:
     """Return the calibration file of a model where `save_path` may have put it, or None."""
-    folder = _folder(model)
+    return saved_path(_folder(model), lambda: fingerprint(model))
+
+
+def saved_path(folder: Path | None, name: Callable[[], str]) -> Path | None:
+    """Return the calibration file in a model's folder, else that of its `fingerprint` in the cache directory, or None."""
     if folder is not None and (folder / FILE_NAME).is_file():
         return folder / FILE_NAME
-    cached = _cached_path(fingerprint(model))
+    cached = _cached_path(name())
     return cached if cached.is_file() else None
 
 
@@ -532,13 +635,24 @@ def _mean_energy(moments: torch.Tensor) -> torch.Tensor:
     return torch.where(mean > 0, mean, 1.0)
 
 
+def _fixed_point(x: torch.Tensor, dim: int, bits: int) -> torch.Tensor:
+    """Round to multiples of 2^-bits of a power of two that the largest along a dimension lies below; return float64.
+
+    Sums of products of such numbers are exact, so no order of summation shows: matrix products choose theirs by shape.
+    """
+    x = x.double()
+    largest = x.abs().amax(dim, keepdim=True)
+    step = torch.where(largest > 0, largest / torch.frexp(largest).mantissa, 1.0) * 2.0**-bits
+    return (x / step).round() * step
+
+
 def _mapped(maps: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Multiply rows [num_tokens, heads of each KV head in turn, size] by [num_kv_heads, size, size]; return float32."""
+    """Multiply rows [num_tokens, heads of each KV head in turn, size] by [num_kv_heads, size, size]; return their dtype."""
     tokens, heads, size = x.shape
     group = heads // len(maps)
     if tokens == 1:  # a decoded token, for which these calls are most of the work
-        return torch.bmm(x.float().view(len(maps), group, size), maps).view(x.shape)
-    rows = x.float().view(tokens, len(maps), group, size).transpose(0, 1).flatten(1, 2)
+        return torch.bmm(x.to(maps.dtype).view(len(maps), group, size), maps).view(x.shape)
+    rows = x.to(maps.dtype).view(tokens, len(maps), group, size).transpose(0, 1).flatten(1, 2)
     return torch.bmm(rows, maps).view(len(maps), tokens, group, size).transpose(0, 1).reshape(x.shape)
 
 

@@ -32,7 +32,7 @@ def no_engine(monkeypatch: pytest.MonkeyPatch):
     """Give vLLM's constructors the little configuration that they read, and the plugin a clean environment."""
     from vllm.v1.attention.backends import cpu_attn
 
-    for name in ("FORMAT", "STRICT", "BACKEND", "WINDOW", "DISABLE"):
+    for name in ("FORMAT", "STRICT", "BACKEND", "WINDOW", "CALIBRATION", "DISABLE"):
         monkeypatch.delenv(f"NIBBLEKV_{name}", raising=False)
     monkeypatch.setattr(attention, "_last_settings", None)
     config = SimpleNamespace(model_config=SimpleNamespace(dtype=torch.float32))

@@ -20,7 +20,7 @@ from nibblekv.integrations.vllm.settings import Settings
 @pytest.fixture(autouse=True)
 def clean(monkeypatch: pytest.MonkeyPatch):
     """Start without settings and without overrides, and leave none."""
-    for name in ("FORMAT", "STRICT", "BACKEND", "WINDOW", "DISABLE"):
+    for name in ("FORMAT", "STRICT", "BACKEND", "WINDOW", "CALIBRATION", "DISABLE"):
         monkeypatch.delenv(f"NIBBLEKV_{name}", raising=False)
     monkeypatch.setattr(plugin, "_said", set())
     for name in plugin.BACKENDS:
@@ -142,14 +142,14 @@ def test_status_of_this_environment():
 
 
 def test_settings(monkeypatch):
-    assert Settings.from_environment() == Settings("int4", False, "auto", 0, False)
+    assert Settings.from_environment() == Settings("int4", False, "auto", 0, "off", False)
     monkeypatch.setenv("NIBBLEKV_FORMAT", "int8_per_token_head:int4")
     monkeypatch.setenv("NIBBLEKV_STRICT", "yes")
     settings = Settings.from_environment()
     assert settings.formats("int4_per_token_head") == ("int8_per_token_head", "int4")
     assert settings.formats("fp8_per_token_head") == ("fp8_per_token_head", "fp8_per_token_head")
     settings = settings.updated({"nibblekv": {"format": "int4_per_token_head", "strict": False, "disabled": True}})
-    assert settings == Settings("int4_per_token_head", False, "auto", 0, True)
+    assert settings == Settings("int4_per_token_head", False, "auto", 0, "off", True)
     assert settings.updated({"nibblekv": {"window": 32}}).window == 32
     assert settings.updated({}) == settings
     assert settings.updated({"other": 1}) == settings

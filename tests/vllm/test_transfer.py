@@ -88,7 +88,7 @@ class Config:
 
 @pytest.fixture(autouse=True)
 def no_settings(monkeypatch: pytest.MonkeyPatch):
-    for name in ("FORMAT", "STRICT", "BACKEND", "DISABLE"):
+    for name in ("FORMAT", "STRICT", "BACKEND", "CALIBRATION", "DISABLE"):
         monkeypatch.delenv(f"NIBBLEKV_{name}", raising=False)
 
 
@@ -177,8 +177,8 @@ def test_a_connector_that_compares_nothing_gets_a_sentence(monkeypatch):
     monkeypatch.setattr(transfer.logger, "warning_once", lambda message, *values: said.append(message % values))
     transfer._apart(Config(connector="MooncakeConnector"), "name")
     assert said == [
-        "MooncakeConnector does not compare what its peers store: give each the same NIBBLEKV_FORMAT and version of "
-        "nibblekv, here name."
+        "MooncakeConnector does not compare what its peers store: give each the same NIBBLEKV_FORMAT, "
+        "NIBBLEKV_CALIBRATION and version of nibblekv, here name."
     ]
     transfer._apart(Config(connector="OffloadingConnector", extra={"secondary_tiers": [{"type": "p2p"}]}), "name")
     assert said[1].startswith("The tier 'p2p' does not compare")

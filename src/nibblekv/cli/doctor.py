@@ -35,7 +35,8 @@ def doctor(json_file: JsonOption = None) -> None:
     classes = ", ".join(f"{path.rpartition('.')[2]} for {name}" for name, path in plugin["backends"].items())
     version = f"{plugin['distribution']} {plugin['version']}"
     window = f"; the last {plugin['window']} tokens unquantized" if plugin["window"] else ""
-    report("plugin", "vllm", plugin["active"], plugin["reason"] or f"{version}; {served}{window}; {classes}")
+    calibration = "" if plugin["calibration"] == "off" else f"; calibration {plugin['calibration']}"
+    report("plugin", "vllm", plugin["active"], plugin["reason"] or f"{version}; {served}{window}{calibration}; {classes}")
     for name, model in DEMO_MODELS.items():
         cached = any((cache_directory() / "models").glob(f"{name}-*"))
         report("model", name, cached, f"{model.summary}{'' if cached else '; fetched on first use'}")

@@ -16,7 +16,9 @@ import sys
 from typing import Any
 
 import nibblekv
+from nibblekv.calibration import Calibration
 from nibblekv.formats import get_format
+from nibblekv.integrations.vllm.calibrated import named_file
 from nibblekv.integrations.vllm.settings import DTYPES, SUPPORTED, Settings
 
 __all__ = ["register", "vllm_status"]
@@ -99,12 +101,17 @@ def vllm_status() -> dict[str, Any]:
         backends: vLLM's name of each attention backend that is replaced -> our class.
         dtypes: for each `--kv-cache-dtype` served: the formats of keys and values, bits per value at head size 128.
         window: last tokens before a query that are read unquantized.
+        calibration: `off`, `auto`, or the file that keys and values are mapped by.
     """
     settings, wrong = Settings(), None
     try:
         settings = Settings.from_environment()
-    except ValueError as error:  # vLLM will not start: to be said with all the rest
-        wrong = str(error)
+        calibration = settings.calibration
+        if calibration not in ("off", "auto"):
+            calibration = str(named_file(calibration))
+            Calibration.load(calibration)
+    except (OSError, ValueError) as error:  # vLLM will not start: to be said with all the rest
+        calibration, wrong = settings.calibration, str(error)
     spec = importlib.util.find_spec("vllm")
     installed = spec is not None and spec.origin is not None  # a mere folder of that name has no origin
     name, version = _distribution() if installed else (None, None)
@@ -137,6 +144,7 @@ def vllm_status() -> dict[str, Any]:
         "backends": dict(BACKENDS),
         "dtypes": dtypes,
         "window": settings.window,
+        "calibration": calibration,
     }
 
 

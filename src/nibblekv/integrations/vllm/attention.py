@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -23,11 +24,16 @@ from typing import Any
 import torch
 from vllm import envs
 from vllm.config import get_current_vllm_config_or_none
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionBackend, AttentionType
 
+from nibblekv.calibration import LayerCalibration
 from nibblekv.formats import check_head_size, get_format
+from nibblekv.integrations.vllm.calibrated import Checkpoint, calibrate_layers, load_file
 from nibblekv.integrations.vllm.recent import RecentLayer, RecentTokens, check_window, recent_name
 from nibblekv.integrations.vllm.settings import DTYPES, Settings
 from nibblekv.integrations.vllm.transfer import name_pages
@@ -277,6 +283,13 @@ class QuantizedAttention:
                 row_bytes = 2 * num_kv_heads * head_size * config.model_config.dtype.itemsize
                 ring = self.nibblekv_settings.window + self.longest_decode - 1
                 self.nibblekv_window_bytes = config.scheduler_config.max_num_seqs * ring * row_bytes
+            # Set when the weights are loaded: constants of the layer whose pages this one reads.
+            self.nibblekv_calibration: LayerCalibration | None = None
+            self.nibblekv_checkpoint: Checkpoint | None = None
+            if self.nibblekv_settings.calibration != "off" and config is not None:
+                self.nibblekv_checkpoint = Checkpoint.of(config)
+                if not _calibrated(_built_layers()):  # else this layer is of a draft model
+                    load_file(self.nibblekv_settings.calibration, self.nibblekv_checkpoint, before_weights=True)
             self.nibblekv_options: dict[str, Any] = {
                 "softmax_scale": float(scale),
                 "sliding_window": sliding_window or 0,
@@ -300,10 +313,17 @@ class QuantizedAttention:
         )  # fmt: skip
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Add companions for unquantized tokens to vLLM's table of layers, which is complete by now (vLLM's interface)."""
+        """Calibrate all layers, and add companions for unquantized tokens to vLLM's table of layers (vLLM's interface).
+
+        The table is complete by now.
+        """
         super().process_weights_after_loading(act_dtype)  # type: ignore[misc]
         compilation = None if _last_compilation is None else _last_compilation()
-        if compilation is not None and self.is_ours and self.nibblekv_settings.window:
+        if compilation is None or not self.is_ours:
+            return
+        if self.nibblekv_checkpoint is not None:
+            _calibrate(compilation.static_forward_context, self.nibblekv_settings.calibration, self.nibblekv_checkpoint)
+        if self.nibblekv_settings.window:
             _add_companions(compilation.static_forward_context, act_dtype)
 
     def do_kv_cache_update(
@@ -384,15 +404,22 @@ class QuantizedAttention:
     ) -> None:
         """Store the new tokens. key and value may be longer than slot_mapping: the rest is padding."""
         num_tokens = min(slot_mapping.shape[0], key.shape[0])
+        key, value = self.nibblekv_stored(key[:num_tokens], value[:num_tokens])
         layout = self.nibblekv_layout(layer, kv_cache)
         reshape_and_cache(
-            key[:num_tokens],
-            value[:num_tokens],
+            key,
+            value,
             self.nibblekv_pages(kv_cache, layout),
             slot_mapping[:num_tokens],
             layout,
             backend=self.nibblekv_settings.backend,
         )
+
+    def nibblekv_stored(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values as pages, window and a call's own rows hold them."""
+        if self.nibblekv_calibration is None:
+            return key, value
+        return self.nibblekv_calibration.stored(key, value, batch_invariant=self.nibblekv_strict)
 
     def nibblekv_attend(
         self,
@@ -417,8 +444,12 @@ class QuantizedAttention:
         recent = self.nibblekv_recent(layer)
         if recent is None and not reads_own:
             split = None
-        if recent is not None and self.nibblekv_owns_cache and key is not None and value is not None:
-            recent.write(key, value)
+        reads_own = reads_own and split is not None
+        writes_recent = recent is not None and self.nibblekv_owns_cache
+        if (reads_own or writes_recent) and key is not None and value is not None:
+            key, value = self.nibblekv_stored(key[:num_tokens], value[:num_tokens])
+            if recent is not None:
+                recent.write(key, value)
         options = {**self.nibblekv_options, **options}
         if output_scale is not None:
             options["output_scale"] = output_scale.view(1)
@@ -426,20 +457,22 @@ class QuantizedAttention:
         cache = self.nibblekv_pages(kv_cache, layout)
 
         def attend(seqs: slice, tokens: slice, query_start_loc: torch.Tensor, max_query_len: int, **more: Any) -> None:
-            paged_attention(
-                query[tokens],
-                cache,
-                metadata.block_table[seqs],
-                metadata.seq_lens[seqs],
-                query_start_loc,
-                layout,
+            # Of what `more` brings, keys and values are as stored.
+            call: Callable[..., Any] = functools.partial(
+                paged_attention,
+                kv_cache=cache,
+                block_table=metadata.block_table[seqs],
+                seq_lens=metadata.seq_lens[seqs],
+                query_start_loc=query_start_loc,
+                layout=layout,
                 max_query_len=max_query_len,
                 max_seq_len=metadata.max_seq_len,
-                out=output[tokens],
                 backend=self.nibblekv_settings.backend,
-                **_slice_options(options, seqs),
                 **more,
             )
+            if self.nibblekv_calibration is not None:
+                call = functools.partial(self.nibblekv_calibration.attend, call)
+            call(query[tokens], out=output[tokens], **_slice_options(options, seqs))
 
         num_decodes = metadata.seq_lens.shape[0] if split is None else split.num_decodes
         boundary = num_tokens if split is None else split.num_decode_tokens
@@ -477,6 +510,47 @@ class QuantizedAttention:
         metadata = context.attn_metadata[0] if isinstance(context.attn_metadata, list) else context.attn_metadata
         name = recent_name(self.nibblekv_stores_in or layer.layer_name)
         return RecentTokens(context.no_compile_layers[name], metadata[name])
+
+
+def _calibrate(layers: dict[str, Any], setting: str, checkpoint: Checkpoint) -> None:
+    """Give the layers of a model whose weights are loaded their constants, unless they have them.
+
+    A draft model, which is loaded later, has none of its own; layers that read another layer's pages take that one's.
+    """
+    if not _calibrated(layers.values()):
+        found = load_file(setting, checkpoint)
+        if found is None:
+            logger.warning_once("NIBBLEKV_CALIBRATION=auto: no calibration was saved for this model, so it runs without.")
+            return
+        path, calibration = found
+        owners = [
+            layer
+            for layer in layers.values()
+            if getattr(layer, "attn_type", None) == AttentionType.DECODER and layer.kv_sharing_target_layer_name is None
+        ]
+        split = checkpoint.num_stages > 1
+        numbers = [extract_layer_index(layer.layer_name) if split else i for i, layer in enumerate(owners)]
+        expected = checkpoint.num_layers if split else len(owners)
+        if len(calibration.layers) != expected:
+            raise ValueError(
+                f"NIBBLEKV_CALIBRATION: expected {expected} layers, as the model caches, got {len(calibration.layers)} in "
+                f"{path}"
+            )
+        calibrate_layers(
+            list(zip(numbers, owners, strict=True)), found,
+            rank=get_tensor_model_parallel_rank(), num_ranks=get_tensor_model_parallel_world_size(),
+            device=current_platform.device_type,
+        )  # fmt: skip
+        logger.info_once("nibblekv maps keys and values by %s, a calibration taken from %s.", path, calibration.source)
+    for layer in layers.values():
+        impl = getattr(layer, "impl", None)
+        if isinstance(impl, QuantizedAttention) and impl.is_ours and impl.nibblekv_stores_in is not None:
+            impl.nibblekv_calibration = layers[impl.nibblekv_stores_in].impl.nibblekv_calibration
+
+
+def _calibrated(layers: Iterable[Any]) -> bool:
+    """Say whether any of vLLM's layers has constants."""
+    return any(getattr(getattr(layer, "impl", None), "nibblekv_calibration", None) is not None for layer in layers)
 
 
 def _add_companions(layers: dict[str, Any], dtype: torch.dtype) -> None:

@@ -30,6 +30,8 @@ if current_platform.is_cuda():
 # New tokens of a request up to which it counts as decoding, draft tokens included. Below about this many, reading packed
 # pages costs less than preparing a prefill.
 DECODE_LEN = 16
+# Of each value of the queries, while they are mapped for a calibration: three copies in float32, four in float64.
+_MAP_BYTES, _EXACT_MAP_BYTES = 12, 32
 
 
 class NibbleKVTritonMetadataBuilder(TritonAttentionMetadataBuilder):
@@ -67,10 +69,14 @@ class NibbleKVTritonImpl(QuantizedAttention, TritonAttentionImpl):
     longest_decode = DECODE_LEN
 
     def nibblekv_reserve(self, query: torch.Tensor) -> None:
-        """Allocate what attention takes: the kernels' workspace, a float32 for each query's head, the requests' windows."""
+        """Allocate what attention takes: the kernels' workspace, a float32 for each query's head, the requests' windows, and
+        what maps queries for a calibration.
+        """
         from nibblekv.backends.triton.prefill import WORKSPACE_BYTES
 
         size = WORKSPACE_BYTES + 4 * query.shape[0] * query.shape[1] + self.nibblekv_window_bytes
+        if self.nibblekv_calibration is not None:
+            size += query.numel() * (_EXACT_MAP_BYTES if self.nibblekv_strict else _MAP_BYTES)
         torch.empty(size, dtype=torch.uint8, device=query.device)
 
 

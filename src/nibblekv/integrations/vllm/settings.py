@@ -36,6 +36,9 @@ class Settings:
         backend: the nibblekv backend that serves the calls, or `auto`. NIBBLEKV_BACKEND, {"nibblekv": {"backend": ...}}.
         window: the last tokens before each query, its own included, that are read unquantized; 0: none.
             NIBBLEKV_WINDOW, {"nibblekv": {"window": 32}}.
+        calibration: what keys and values are mapped by: `off`, a file of `nibblekv calibrate` or a model's folder that holds
+            one, or `auto`, the file that was saved for the model, if any.
+            NIBBLEKV_CALIBRATION, {"nibblekv": {"calibration": "..."}}.
         disabled: leave vLLM as it is. NIBBLEKV_DISABLE, {"nibblekv": {"disabled": true}}.
     """
 
@@ -43,6 +46,7 @@ class Settings:
     strict: bool = False
     backend: str = "auto"
     window: int = 0
+    calibration: str = "off"
     disabled: bool = False
 
     @classmethod
@@ -57,6 +61,7 @@ class Settings:
             strict=_flag("NIBBLEKV_STRICT", os.environ.get("NIBBLEKV_STRICT", "")),
             backend=_backend("NIBBLEKV_BACKEND", os.environ.get("NIBBLEKV_BACKEND") or cls.backend),
             window=_window("NIBBLEKV_WINDOW", os.environ.get("NIBBLEKV_WINDOW") or "0"),
+            calibration=_calibration("NIBBLEKV_CALIBRATION", os.environ.get("NIBBLEKV_CALIBRATION", "")),
             disabled=_flag("NIBBLEKV_DISABLE", os.environ.get("NIBBLEKV_DISABLE", "")),
         )
 
@@ -74,7 +79,8 @@ class Settings:
             name = f"additional_config['nibblekv']['{key}']"
             if key not in values:
                 raise ValueError(f"{name}: expected one of {', '.join(values)}")
-            read = {"format": _format, "backend": _backend, "window": _window}.get(key, _flag)
+            readers = {"format": _format, "backend": _backend, "window": _window, "calibration": _calibration}
+            read = readers.get(key, _flag)
             values[key] = read(name, str(value))
         return Settings(**values)
 
@@ -95,6 +101,15 @@ def _window(name: str, value: str) -> int:
     if not value.isdecimal() or int(value) > MAX_WINDOW:
         raise ValueError(f"{name}: expected a number of tokens from 0 to {MAX_WINDOW}, got {value!r}")
     return int(value)
+
+
+def _calibration(name: str, value: str) -> str:
+    """Return `off`, `auto` or a path as it stands: a path is looked up when a model is built."""
+    if value.lower() in _FLAGS:
+        if _FLAGS[value.lower()]:
+            raise ValueError(f"{name}: expected 'off', 'auto' or a path, got {value!r}")
+        return "off"
+    return "auto" if value.lower() == "auto" else value
 
 
 def _backend(name: str, value: str) -> str:

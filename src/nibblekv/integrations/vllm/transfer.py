@@ -1,8 +1,9 @@
 """Pages that leave an engine, for a disk, a store or another engine: a reader must store the same bytes.
 
 vLLM's connectors name pages by model, tokens and cache dtype, and `int4_per_token_head` may stand for several formats. So a
-connector that keeps pages in a folder or an object store gets a folder of its own for each format and version, and NIXL,
-whose peers compare a hash before they exchange pages and refuse one another where it differs, gets the format in that hash.
+connector that keeps pages in a folder or an object store gets a folder of its own for each format, version and calibration,
+and NIXL, whose peers compare a hash before they exchange pages and refuse one another where it differs, gets them in that
+hash.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.logger import init_logger
 
 from nibblekv.formats import get_format
+from nibblekv.integrations.vllm.calibrated import Checkpoint, file_digest
 from nibblekv.integrations.vllm.settings import DTYPES, Settings
 
 __all__ = ["name_pages", "pages_name"]
@@ -35,17 +37,21 @@ _LOCAL_TIERS = {"example", "fs"}
 
 
 def pages_name(config: Any) -> str | None:
-    """Return a name of what an engine's pages hold: formats, versions, arrangement. None for vLLM's own bytes."""
+    """Return a name of what an engine's pages hold: formats, versions, arrangement, a calibration's file. None for vLLM's
+    own bytes.
+    """
     cache = config.cache_config
     settings = Settings.from_environment().updated(config.additional_config)
     if settings.disabled or cache.cache_dtype not in DTYPES:
         return None
     formats = [get_format(name) for name in settings.formats(cache.cache_dtype)]
-    if all(fmt.name == cache.cache_dtype for fmt in formats):
+    calibration = None if settings.calibration == "off" else file_digest(settings.calibration, Checkpoint.of(config))
+    if calibration is None and all(fmt.name == cache.cache_dtype for fmt in formats):
         return None
     planar = any(fmt.page == "planar" for fmt in formats)
     page = f"planar{cache.block_size}" if planar else "interleaved"
-    return "-".join(("nibblekv", *(f"{fmt.name}.v{fmt.version}" for fmt in formats), page))
+    mapped = () if calibration is None else (f"calib.{calibration}",)
+    return "-".join(("nibblekv", *(f"{fmt.name}.v{fmt.version}" for fmt in formats), page, *mapped))
 
 
 def name_pages() -> None:
@@ -119,7 +125,8 @@ def _in_subfolders(entries: Any, name: str) -> Any:
 
 def _warn(connector: str, name: str) -> None:
     logger.warning_once(
-        "%s does not compare what its peers store: give each the same NIBBLEKV_FORMAT and version of nibblekv, here %s.",
+        "%s does not compare what its peers store: give each the same NIBBLEKV_FORMAT, NIBBLEKV_CALIBRATION and version of "
+        "nibblekv, here %s.",
         connector,
         name,
     )
