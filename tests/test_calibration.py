@@ -18,6 +18,7 @@ from nibblekv.calibration import (
     _key_map,
     _Statistics,
     calibrate,
+    checkpoint_fingerprint,
     derive_calibration,
     find_calibration,
     fingerprint,
@@ -112,6 +113,48 @@ def test_what_is_kept_unquantized_shares_the_constant():
         assert (out - expected).norm() <= (1e-5 if window == 64 else 0.03) * expected.norm()
         raw = cache.attend(step, query, key=key, value=value)
         assert (raw - expected).norm() <= 1e-5 * expected.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [64, 512])
+def test_a_row_is_mapped_to_the_same_bits_whatever_is_beside_it(dtype, size):
+    """Catches matrix products that sum in another order for another number of rows."""
+    layer = random_layer(size=size)
+    generator = torch.Generator().manual_seed(5)
+    spread = torch.exp(2 * torch.randn(size, generator=generator))
+    query, key = ((torch.randn(301, heads, size, generator=generator) * spread).to(dtype) for heads in (QUERY_HEADS, HEADS))
+    value = torch.randn(301, HEADS, SIZE_V, generator=generator).to(dtype)
+    key[7] = 0
+    key[9, 0, 3], query[11, 1, 2] = torch.nan, torch.inf
+
+    def mapped(rows: slice) -> torch.Tensor:
+        stored = layer.stored(key[rows], value[rows], batch_invariant=True)
+        return torch.cat([x.flatten(1) for x in (layer.asked(query[rows], batch_invariant=True), *stored)], 1)
+
+    whole = mapped(slice(None))
+    for begin, end in ((0, 1), (6, 8), (100, 117), (7, 300)):
+        torch.testing.assert_close(mapped(slice(begin, end)), whole[begin:end], rtol=0, atol=0, equal_nan=True)
+    good = torch.arange(20, 301)
+    exact = torch.linalg.solve(layer.k_map.double().mT, query[good].double().unflatten(1, (HEADS, -1)).mT).mT.flatten(1, 2)
+    for found in (layer.asked(query[good]), layer.asked(query[good], batch_invariant=True)):
+        error = (found.double() - exact).norm(dim=-1) / exact.norm(dim=-1)
+        assert error.max() < (1e-5 if dtype == torch.float32 else 4e-3)
+    assert layer.stored(key[9:10], value[9:10], batch_invariant=True)[0].isnan().any(-1).tolist() == [[True, False]]
+    assert layer.asked(query[11:12], batch_invariant=True)[0, 1].isnan().all()
+
+
+def test_attention_with_sinks_is_batch_invariant():
+    """Catches a share of the sinks that is summed up in another order for another batch."""
+    cache, step, query, _, _ = filled_cache(random_layer(), backend="cpu")
+    sinks = torch.linspace(-3, 9, QUERY_HEADS)
+    whole, lse = cache.attend(step, query, sinks=sinks, batch_invariant=True, return_lse=True)
+    for i, (begin, end) in enumerate(((0, LENGTHS[0]), (LENGTHS[0], sum(LENGTHS)))):
+        alone = cache.view([cache.seq_ids[i]], end - begin)
+        out, alone_lse = cache.attend(alone, query[begin:end], sinks=sinks, batch_invariant=True, return_lse=True)
+        assert torch.equal(out, whole[begin:end])
+        assert torch.equal(alone_lse, lse[begin:end])
+    plain = cache.attend(step, query, sinks=sinks)
+    assert (plain - whole).norm() <= 1e-4 * plain.norm()
 
 
 def test_a_calibration_for_the_keys_makes_them_easier_to_store():
@@ -305,6 +348,46 @@ def test_models_whose_norms_have_no_weights_differ_all_the_same():
     assert fingerprint(first) != fingerprint(second)
     with pytest.raises(NotImplementedError, match="calibration: expected loaded weights"):
         fingerprint(first.to("meta"))
+
+
+def test_a_checkpoint_has_the_fingerprint_of_its_model(tiny, tmp_path):
+    """Catches an engine that refuses a model's own file: its checkpoint is in pieces, holds weights twice, layers that
+    predict drafts, or the calibration itself.
+    """
+    model, _, _ = tiny
+    expected = fingerprint(model)
+    pieces, whole = tmp_path / "pieces", tmp_path / "whole"
+    model.save_pretrained(pieces, max_shard_size="100KB")
+    assert len(list(pieces.glob("model-*.safetensors"))) > 2
+    save_file({"norm.weight": torch.ones(3)}, pieces / "not-in-the-index.safetensors")
+    model.save_pretrained(whole)
+    path = save_path(transformers.AutoModelForCausalLM.from_pretrained(whole))
+    tiny_calibration(expected).save(path)
+    assert path.parent.parent == whole, "engines read every safetensors file of the folder itself as weights"
+    weights = load_file(whole / "model.safetensors")
+    drafts = {"model.layers.2.input_layernorm.weight": torch.ones(8), "mtp.norm.weight": torch.ones(8)}
+    save_file(weights | drafts, whole / "model.safetensors")
+    save_file(weights, whole / "consolidated.safetensors")
+    for folder in (pieces, whole):
+        assert checkpoint_fingerprint(folder, 2) == expected
+    assert checkpoint_fingerprint(whole, 3) != expected
+    weights["model.norm.weight"][0] += 0.1
+    save_file(weights, whole / "model.safetensors")
+    assert checkpoint_fingerprint(whole, 2) != expected
+    (whole / "model.safetensors").write_bytes(b"cut")
+    with pytest.raises(ValueError, match=r"calibration: expected a whole checkpoint in .*whole, got"):
+        checkpoint_fingerprint(whole, 2)
+    with pytest.raises(ValueError, match="calibration: expected safetensors files to tell the model by, got none in"):
+        checkpoint_fingerprint(tmp_path, 2)
+
+
+def test_a_checkpoint_without_norm_weights_is_told_by_its_embeddings(tmp_path):
+    config = transformers.OlmoConfig(
+        vocab_size=256, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
+    )
+    model = transformers.OlmoForCausalLM(config)
+    model.save_pretrained(tmp_path)
+    assert checkpoint_fingerprint(tmp_path, 1) == fingerprint(model)
 
 
 def test_a_model_made_in_memory_has_no_folder(tmp_path, monkeypatch):

@@ -97,6 +97,37 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
+@pytest.fixture(scope="session")
+def biased_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return the folder of a random Qwen2 whose first layer's keys have a large bias, and of its calibration."""
+    import torch
+    import transformers
+
+    from nibblekv.calibration import derive_calibration, save_path
+
+    torch.manual_seed(0)
+    config = transformers.Qwen2Config(
+        vocab_size=512, hidden_size=256, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=2048, rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+    )  # fmt: skip
+    model = transformers.Qwen2ForCausalLM(config).eval()
+    with torch.no_grad():
+        model.model.embed_tokens.weight.mul_(8)
+        for name, parameter in model.named_parameters():
+            if name.endswith("norm.weight"):
+                parameter.add_(0.1 * torch.randn_like(parameter))
+            elif "proj.weight" in name:
+                parameter.mul_(3)
+        slow = torch.randn(2, 2, 32)
+        slow[..., :28] = 0  # as in real ones, in the slowest of the rotary frequencies
+        model.model.layers[0].self_attn.k_proj.bias.copy_((900 * slow / slow.norm(dim=(1, 2), keepdim=True)).flatten())
+    folder = tmp_path_factory.mktemp("biased")
+    model.save_pretrained(folder)
+    model = transformers.Qwen2ForCausalLM.from_pretrained(folder)
+    derive_calibration(model).save(save_path(model))
+    return str(folder)
+
+
 def save_tiny_model(folder: Path) -> None:
     """Save a random Llama of 3 layers whose attention is far from uniform."""
     vocabulary = TINY["vocab_size"]

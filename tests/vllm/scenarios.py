@@ -169,14 +169,16 @@ def chat(config: dict[str, Any]) -> dict[str, Any]:
 def numerics(config: dict[str, Any]) -> dict[str, Any]:
     """Compare each layer's attention output, at every step, with float64 attention over the raw keys and the stored pages.
 
-    Keeps a shadow of the raw keys and values by slot; the oracle reads `quantize` then `dequantize` of the shadow, so it
-    shares neither pages nor views with the plugin, and the shadow itself where a window says so.
+    Keeps a shadow of the raw keys and values by slot; the oracle reads `quantize` then `dequantize` of the shadow (with a
+    calibration, mapped before and back behind), so it shares neither pages nor views with the plugin, and the shadow itself
+    where a window says so. `raw_errors` are those of the same outputs beside attention over the shadow alone.
     """
     from nibblekv import dequantize, quantize
     from nibblekv.integrations.vllm.attention import QuantizedAttention
 
     shadow: dict[tuple[int, int], list[torch.Tensor]] = {}
     errors: list[float] = []
+    raw_errors: list[float] = []
     norms: list[float] = []
     write, attend = QuantizedAttention.nibblekv_write, QuantizedAttention.nibblekv_attend
 
@@ -184,10 +186,14 @@ def numerics(config: dict[str, Any]) -> dict[str, Any]:
         write(self, layer, key, value, kv_cache, slot_mapping)
         layout = self.nibblekv_layout(layer, kv_cache)
         rows = (key[: len(slot_mapping)], value[: len(slot_mapping)])
+        calibration = self.nibblekv_calibration
+        mapped = rows if calibration is None else calibration.stored(*rows)
         stored = [
-            dequantize(*quantize(raw, fmt, role=role), fmt)
-            for role, raw, fmt in zip(("key", "value"), rows, (layout.k_format, layout.v_format), strict=True)
+            dequantize(*quantize(x, fmt, role=role), fmt)
+            for role, x, fmt in zip(("key", "value"), mapped, (layout.k_format, layout.v_format), strict=True)
         ]
+        if calibration is not None:
+            stored = calibration.restored(*stored)
         for i, slot in enumerate(slot_mapping.tolist()):
             shadow[kv_cache.data_ptr(), slot] = [kept[i].double() for kept in (*stored, *rows)]
 
@@ -212,13 +218,18 @@ def numerics(config: dict[str, Any]) -> dict[str, Any]:
             expected = torch.einsum("hqk,khd->qhd", weight * ~unquantized, v)
             expected = expected + torch.einsum("hqk,khd->qhd", weight * unquantized, raw_v)
             errors.append(float((output[begin:end].double() - expected).norm() / expected.norm()))
+            weight = torch.softmax(
+                (scores[1] * self.nibblekv_options["softmax_scale"]).masked_fill(past > q, -torch.inf), -1
+            )
+            unpacked = torch.einsum("hqk,khd->qhd", weight, raw_v)
+            raw_errors.append(float((output[begin:end].double() - unpacked).norm() / unpacked.norm()))
             norms.append(float(expected.norm()))
 
     QuantizedAttention.nibblekv_write = shadow_write
     QuantizedAttention.nibblekv_attend = checked_attend
     llm = make_engine(config)
     generate(llm, prompts_of(LENGTHS[:4], SHARED), max_tokens=6)
-    return describe(llm) | {"errors": errors, "least_norm": min(norms)}
+    return describe(llm) | {"errors": errors, "raw_errors": raw_errors, "least_norm": min(norms)}
 
 
 def offload(config: dict[str, Any]) -> dict[str, Any]:

@@ -132,7 +132,10 @@ def run_step(impl: Any, step: Step, layer: Any, raw: bool = True, padding: int =
     layout = impl.nibblekv_layout(layer, cache)
     stored, pages = [], impl.nibblekv_pages(cache, layout)
     for b, length in enumerate(SEQ_LENS):
-        key, value = (r.double() for r in gather_and_dequantize(pages, step.metadata.block_table[b], length, layout))
+        rows = gather_and_dequantize(pages, step.metadata.block_table[b], length, layout)
+        if impl.nibblekv_calibration is not None:
+            rows = impl.nibblekv_calibration.restored(*rows)
+        key, value = (r.double() for r in rows)
         if raw and QUERY_LENS[b] > 8:
             key = torch.cat((key[: -QUERY_LENS[b]], step.key[starts[b] : starts[b + 1]].double()))
             value = torch.cat((value[: -QUERY_LENS[b]], step.value[starts[b] : starts[b + 1]].double()))

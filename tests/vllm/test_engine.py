@@ -172,3 +172,31 @@ def test_a_window_is_right_under_preemption_and_prefix_caching(run_scenario, tin
     said = re.search(r"KV cache size: ([\d,]+) tokens", run.log)
     assert int(said[1].replace(",", "")) == 34 * 256 // 33
     assert "the last 32 tokens unquantized" in run.log
+
+
+def test_a_calibration_repairs_what_a_large_key_bias_breaks(run_scenario, biased_model):
+    """Catches keys, values, queries or outputs that are mapped on one side only, at every layer and step of a mixed batch;
+    in vLLM's own layout of heads, with the file that transformers' keys gave.
+    """
+    settings = tiny(biased_model, **INT4, block_size=16, max_num_batched_tokens=64, skip_tokenizer_init=True)
+    run = run_scenario("numerics", settings, {"NIBBLEKV_CALIBRATION": "auto"}, triton_backend=True)
+    assert run.result["impl"] == TRITON_IMPL
+    assert run.result["least_norm"] > 0.1
+    assert max(run.result["errors"]) < 1e-3, max(run.result["errors"])
+    assert max(run.result["raw_errors"]) < 0.15, max(run.result["raw_errors"])
+    assert f"nibblekv maps keys and values by {biased_model}/nibblekv/calibration.safetensors" in run.log
+    assert "taken from random tokens" in run.log
+
+
+def test_a_calibration_is_strict_under_preemption_and_prefix_caching(run_scenario, biased_model):
+    """Catches a map whose matrix products round differently by the number of rows, and plain rows in the window."""
+    calibrated = {**WINDOW, "NIBBLEKV_CALIBRATION": biased_model}
+    common = {**HALF, "skip_tokenizer_init": True}
+    alone = run_scenario("pressure", tiny(biased_model, **{**ROOMY, **common}), calibrated, runs=["alone"]).result
+    tight = tiny(biased_model, **{**WINDOW_TIGHT, **common, "max_model_len": 160, "num_gpu_blocks_override": 28})
+    result = run_scenario("pressure", tight, calibrated, runs=["together", "together", "sampled"], poison=True).result
+    assert result["vllm:num_preemptions"] >= 2
+    assert result["vllm:prefix_cache_hits"] > 0
+    assert result["together"] == alone["alone"]
+    assert result["sampled"] == [sample * 4 for sample in alone["alone"][:2]]
+    assert len({tuple(samples[0][0]) for samples in alone["alone"]}) == len(alone["alone"])

@@ -28,7 +28,7 @@ def calibrate(
     device: DeviceOption = "cpu",
     output: Annotated[Path | None, typer.Option("--output", "-o", help="The file; default: beside the model.")] = None,
 ) -> None:
-    """Calibrate a model's cache once; attach finds the file from then on.
+    """Calibrate a model's cache once; attach finds the file from then on, and vLLM takes it.
 
     Takes the means of keys and values and a map of each head's keys from a built-in text, and writes them to a safetensors
     file beside the model, or into the cache directory where there is no folder to write to.
@@ -54,7 +54,7 @@ def calibrate(
     console.print(
         f"{model}: {len(found.layers)} layers, {windows * window:,} tokens of {found.source}, at positions 0 to "
         f"{found.positions - 1:,}, in {time.perf_counter() - begin:.0f} s\n"
-        f"{path}: {format_bytes(path.stat().st_size)}; {use}",
+        f"{path}: {format_bytes(path.stat().st_size)}; {use}, vLLM with NIBBLEKV_CALIBRATION={path}",
         markup=False,
         highlight=False,
         soft_wrap=True,
