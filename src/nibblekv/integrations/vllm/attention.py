@@ -288,7 +288,8 @@ class QuantizedAttention:
             self.nibblekv_checkpoint: Checkpoint | None = None
             if self.nibblekv_settings.calibration != "off" and config is not None:
                 self.nibblekv_checkpoint = Checkpoint.of(config)
-                if not _calibrated(_built_layers()):  # else this layer is of a draft model
+                if not any(getattr(getattr(layer, "impl", None), "is_ours", False) for layer in _built_layers()):
+                    # The first layer: what is wrong is said before the weights are read.
                     load_file(self.nibblekv_settings.calibration, self.nibblekv_checkpoint, before_weights=True)
             self.nibblekv_options: dict[str, Any] = {
                 "softmax_scale": float(scale),

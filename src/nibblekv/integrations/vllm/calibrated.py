@@ -5,7 +5,6 @@ Knows vLLM's configuration, but imports nothing of vLLM.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,7 +53,6 @@ class Checkpoint:
             return None
         return Path(found)
 
-    @functools.cache  # noqa: B019
     def fingerprint(self) -> str:
         """Return the `nibblekv.calibration.fingerprint` of the model, from its files."""
         folder = self.folder()
@@ -91,14 +89,9 @@ def load_file(setting: str, checkpoint: Checkpoint, *, before_weights: bool = Fa
         if path is None:
             return None
         compared = not before_weights or checkpoint.folder() is not None
-        return path, _load(path, checkpoint) if compared else Calibration.load(path)
+        return path, Calibration.load(path, checkpoint.fingerprint() if compared else None)
     except (OSError, ValueError) as error:
         raise ValueError(f"NIBBLEKV_CALIBRATION: {str(error).removeprefix('calibration: ')}") from error
-
-
-@functools.cache
-def _load(path: Path, checkpoint: Checkpoint) -> Calibration:
-    return Calibration.load(path, checkpoint.fingerprint())
 
 
 def file_digest(setting: str, checkpoint: Checkpoint) -> str | None:
