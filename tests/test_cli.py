@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 import nibblekv
 from nibblekv import benchmarking, benchmarking_cuda, cli
-from nibblekv.cli import demo
+from nibblekv.cli import demo, doctor
 from nibblekv.cli.app import app
 from nibblekv.cli.common import format_bytes, parse_bytes
 from nibblekv.models import load_model
@@ -119,6 +119,8 @@ def test_plan_takes_numbers_or_a_model(tiny, tmp_path):
 
 def test_doctor_says_what_works_and_why_not(tmp_path, monkeypatch):
     monkeypatch.setattr(nibblekv, "available_backends", lambda: {"reference": None, "other": "no such device"})
+    plugin = doctor.vllm_status() | {"active": True, "reason": None, "window": 32, "calibration": "/models/c.safetensors"}
+    monkeypatch.setattr(doctor, "vllm_status", lambda: plugin)
     path = tmp_path / "doctor.json"
     result = invoke("doctor", "--json", str(path))
     rows = {row["name"]: row for row in read_rows(path)}
@@ -126,6 +128,7 @@ def test_doctor_says_what_works_and_why_not(tmp_path, monkeypatch):
     assert (rows["other"]["ok"], rows["other"]["detail"]) == (False, "no such device")
     assert rows["torch"]["detail"] == torch.__version__
     assert "no such device" in result.output
+    assert "; the last 32 tokens unquantized; calibration /models/c.safetensors; " in rows["vllm"]["detail"]
 
 
 def test_bench_attention_prints_the_rows_of_the_benchmark(tmp_path, monkeypatch):

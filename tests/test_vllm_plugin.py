@@ -7,8 +7,10 @@ import math
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from nibblekv import benchmarking_serve
+from nibblekv.calibration import Calibration, LayerCalibration
 from nibblekv.integrations import vllm as plugin
 
 
@@ -22,7 +24,7 @@ def test_status_says_that_vllm_is_missing(monkeypatch: pytest.MonkeyPatch):
     assert set(status["dtypes"]) == {"int4_per_token_head", "int8_per_token_head", "fp8_per_token_head"}
 
 
-def test_status_says_which_setting_is_wrong(monkeypatch: pytest.MonkeyPatch):
+def test_status_says_which_setting_is_wrong(monkeypatch: pytest.MonkeyPatch, tmp_path):
     """Catches a doctor that dies of what it was asked about."""
     point = importlib.metadata.EntryPoint("nibblekv", "nibblekv.integrations.vllm:register", "vllm.general_plugins")
     monkeypatch.setattr(plugin.importlib.util, "find_spec", lambda name: SimpleNamespace(origin="vllm/__init__.py"))
@@ -33,6 +35,14 @@ def test_status_says_which_setting_is_wrong(monkeypatch: pytest.MonkeyPatch):
     status = plugin.vllm_status()
     assert not status["active"]
     assert status["reason"].startswith("NIBBLEKV_BACKEND: expected 'auto' or one of")
+    monkeypatch.delenv("NIBBLEKV_BACKEND")
+    monkeypatch.setenv("NIBBLEKV_CALIBRATION", str(tmp_path))
+    file = tmp_path / "nibblekv" / "calibration.safetensors"
+    assert plugin.vllm_status()["reason"] == f"NIBBLEKV_CALIBRATION: no such file: {file}"
+    layer = LayerCalibration(torch.ones(2, 64), torch.eye(64).repeat(2, 1, 1), torch.ones(2, 64))
+    Calibration((layer,), "0" * 16, 9, "a text").save(file)
+    status = plugin.vllm_status()
+    assert (status["active"], status["calibration"]) == (True, str(file))
 
 
 def test_prompts_after_which_two_engines_list_no_common_token_are_infinitely_apart():

@@ -111,7 +111,8 @@ def vllm_status() -> dict[str, Any]:
             calibration = str(named_file(calibration))
             Calibration.load(calibration)
     except (OSError, ValueError) as error:  # vLLM will not start: to be said with all the rest
-        calibration, wrong = settings.calibration, str(error)
+        calibration = settings.calibration
+        wrong = re.sub("^calibration", "NIBBLEKV_CALIBRATION", str(error))
     spec = importlib.util.find_spec("vllm")
     installed = spec is not None and spec.origin is not None  # a mere folder of that name has no origin
     name, version = _distribution() if installed else (None, None)
