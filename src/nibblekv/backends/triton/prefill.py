@@ -630,8 +630,8 @@ def _attend_dense(
             except OutOfResources:
                 _too_large[key] = i + 1
     raise NotImplementedError(
-        f"key, value: {query.dtype} rows of head sizes {head_size} and {head_size_v} do not fit in the shared memory of this "
-        "GPU; pass 16-bit ones, or none, to read stored ones alone"
+        f"key, value: {query.dtype} rows of head sizes {head_size} and {head_size_v} do not fit in the shared memory of "
+        "this GPU; pass 16-bit ones, or none, to read stored ones alone"
     )
 
 
