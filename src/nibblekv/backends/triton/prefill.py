@@ -641,8 +641,10 @@ _too_large: dict[tuple[object, ...], int] = {}
 
 def _dense_configs(block_m: int, tile: int) -> list[tuple[int, int, int]]:
     """Return (query rows, keys of a tile, stages) from a wish down to what fits anywhere."""
-    configs = [(block_m, tile >> i, 2) for i in range(tile.bit_length() - 4)]
-    return [*configs, *((block_m >> i, 16, 1) for i in range(block_m.bit_length() - 4))]
+    rows = [m for m in (32, 16) if m <= block_m]
+    wished = [(block_m, tile, 2), (block_m, tile // 2, 2), (block_m, tile, 1), *[(m, 16, n) for m in rows for n in (2, 1)]]
+    # Tiles of 16 keys with 64 rows of queries read memory that is not theirs when Triton 3.6 compiles them.
+    return [config for config in wished if config[1] > 16 or config[0] <= 32]
 
 
 def _attend_by_torch(
