@@ -101,6 +101,36 @@ def test_long_prefill_compiles(target: str) -> None:
     check(target, launches[:1], "rotate_kernel")
 
 
+@pytest.mark.parametrize(
+    ("target", "head_size", "dtype", "config"),
+    [
+        ("sm_89", 128, torch.bfloat16, 0),
+        ("sm_80", 256, torch.bfloat16, 0),
+        ("sm_89", 256, torch.bfloat16, 1),
+        ("gfx942", 256, torch.bfloat16, 0),
+        ("sm_89", 512, torch.bfloat16, 1),
+        ("sm_90", 256, torch.float32, 1),
+    ],
+)
+def test_dense_prefill_fits_in_shared_memory(
+    target: str, head_size: int, dtype: torch.dtype, config: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a prompt alone, with a window, which no library serves; config: the first that fits, of `_dense_configs`."""
+    layout = KVCacheLayout.create("int4", num_kv_heads=1, head_size=head_size)
+    query, rows = meta(1024, 4, head_size, dtype=dtype), meta(1024, 1, head_size, dtype=dtype)
+    configs = prefill._dense_configs
+    monkeypatch.setattr(prefill, "_dense_configs", lambda block_m, tile: configs(block_m, tile)[config:])
+    with compiling_for(TARGETS[target]) as launches:
+        prefill.attend(
+            query, meta(*layout.shape(64), dtype=torch.uint8), meta(1, 64, dtype=torch.int32), meta(1, dtype=torch.int32),
+            meta(2, dtype=torch.int32), layout, AttentionOptions(softmax_scale=0.1, sliding_window=512), query, None,
+            rows, rows, 1024, 1024,
+        )  # fmt: skip
+    (launch,) = launches
+    assert launch.name == "dense_kernel"
+    assert launch.shared_bytes <= SHARED_LIMIT.get(target, 64 << 10)
+
+
 def test_hopper_decode_spends_few_instructions_a_value() -> None:
     """The memory roof leaves 3.3 issue slots a value; a wider loop loses to issue before it loses to memory."""
     (launch,) = [x for x in decode("sm_90") if x.name == "attention_kernel"]

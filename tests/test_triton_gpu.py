@@ -170,6 +170,16 @@ def test_a_call_like_an_earlier_one_is_checked(window):
             nibblekv.paged_attention(**{**arguments, name: value})
 
 
+@pytest.mark.parametrize("head_size", [256, 512])
+def test_wide_float32_prompts_take_smaller_tiles(head_size):
+    """With a window, which no library serves. Catches tiles of a usual size, for which there is no shared memory."""
+    layout = KVCacheLayout.create("int4", num_kv_heads=1, head_size=head_size)
+    arguments = make_call(layout, 2, 300, 300, dtype=torch.float32, raw=True).keywords | {"sliding_window": 100}
+    out = nibblekv.paged_attention(**arguments).clone()
+    exact = nibblekv.paged_attention(**{k: v for k, v in arguments.items() if k != "out"}, backend="reference")
+    assert float((out - exact).norm() / exact.norm()) < 1e-3
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_long_queries_read_stored_keys_alone(page):
     """Without raw keys, where the host knows the lengths: dense attention over dequantized keys, the queries' own too."""

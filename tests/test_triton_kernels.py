@@ -570,6 +570,40 @@ def test_splits_of_many_queries_stay_in_their_scratch_memory(windowed: bool, mon
     assert (buffer[count:] == 7.0).all()
 
 
+class SmallSharedMemory:
+    """`dense_kernel` on a GPU that holds one stage, and tells that it needs more when it is loaded."""
+
+    def __init__(self, kernel: Any, most_stages: int = 1) -> None:
+        self.kernel, self.most_stages, self.refused = kernel, most_stages, 0
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        def launch(*args: Any, STAGES: int, **kwargs: Any) -> Any:
+            if self.most_stages < STAGES:
+                self.refused += 1
+                raise prefill.OutOfResources(262144, 232448, "shared memory")
+            return self.kernel[grid](*args, STAGES=STAGES, **kwargs)
+
+        return launch
+
+
+def test_rows_too_wide_for_shared_memory_take_smaller_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a prefill that fails where tiles of the usual size do not fit: float32 rows of 256, or a smaller GPU."""
+    batch = make_batch(create(head_size=256), [9], [9])
+    options = AttentionOptions(softmax_scale=0.0625)
+    expected = batch.attend(reference, options, raw=True)
+    small = SmallSharedMemory(prefill.dense_kernel)
+    monkeypatch.setattr(prefill, "dense_kernel", small)
+    monkeypatch.setattr(prefill, "_too_large", {})
+    for tried in (2, 2):  # the second call knows
+        out, lse = batch.attend(backend, options, raw=True)
+        assert relative_error(out, expected[0]) < 1e-3
+        torch.testing.assert_close(lse, expected[1], atol=1e-3, rtol=0)
+        assert small.refused == tried
+    small.most_stages = 0
+    with pytest.raises(NotImplementedError, match="do not fit in the shared memory"):
+        batch.attend(backend, options, raw=True)
+
+
 def test_workspace_is_bounded() -> None:
     """Case 25: dequantized keys and values and rotated queries never exceed 64 MiB, whatever the lengths."""
     for head_size, context, group in ((128, 30720, 4), (512, 1_000_000, 1), (64, 10, 1), (256, 30000, 8)):

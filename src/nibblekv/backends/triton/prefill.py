@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.runtime.errors import OutOfResources
 
 from nibblekv.backends.triton import attention, rotation
 from nibblekv.backends.triton.attention import (
@@ -583,7 +584,7 @@ def _attend_dense(
     lse: torch.Tensor | None,
     max_query_len: int,
 ) -> None:
-    """Launch `dense_kernel`."""
+    """Launch `dense_kernel`, with the largest tiles that this GPU's shared memory holds."""
     head_size, head_size_v = query.shape[2], dense.value.shape[2]
     widest = max(rotation.padded(head_size), rotation.padded(head_size_v))
     wide_type = query.dtype == torch.float32
@@ -592,12 +593,13 @@ def _attend_dense(
     if options.batch_invariant:
         block_m = max(16, next_power_of_2(dense.group))
     tile = 64 if widest <= 256 and not wide_type else 32
-    num_q_tiles = cdiv(max_query_len * dense.group, block_m)
     own = dense.first is None
     num_seqs = seq_lens.shape[0] if own else 1
     causal, ranges, qq_bias = options.causal, options.mm_prefix_ranges, options.qq_bias
     prune = not options.batch_invariant
-    with rotation.capture_safe(query.device):
+
+    def launch_with(block_m: int, tile: int, stages: int) -> None:
+        num_q_tiles = cdiv(max_query_len * dense.group, block_m)
         dense_kernel[(num_seqs * num_q_tiles, dense.num_kv_heads)](
             query, dense.key, dense.value, seq_lens, query_start_loc,
             out.view(torch.uint8) if options.output_scale is not None else out, lse,
@@ -614,9 +616,35 @@ def _attend_dense(
             options.alibi_sqrt, 0 if ranges is None else ranges.shape[1], options.mm_prefix_clamp, own, prune,
             dense.num_kv_heads, dense.group,
             head_size, rotation.padded(head_size), head_size_v, rotation.padded(head_size_v),
-            block_m, tile, STAGES=2, PRECISION=rotation.dot_precision(), INTERPRET=rotation.interpreting(),
+            block_m, tile, STAGES=stages, PRECISION=rotation.dot_precision(), INTERPRET=rotation.interpreting(),
             num_warps=8 if block_m * widest >= 128 * 128 else 4,
         )  # fmt: skip
+
+    key = (query.device, query.dtype, head_size, head_size_v, block_m, tile)
+    configs = _dense_configs(block_m, tile)
+    with rotation.capture_safe(query.device):
+        for i in range(_too_large.get(key, 0), len(configs)):
+            try:
+                launch_with(*configs[i])
+                return
+            except OutOfResources:
+                _too_large[key] = i + 1
+    raise NotImplementedError(
+        f"key, value: {query.dtype} rows of head sizes {head_size} and {head_size_v} do not fit in the shared memory of "
+        "this GPU; pass 16-bit ones, or none, to read stored ones alone"
+    )
+
+
+# How many configurations of `_dense_configs` a GPU has no shared memory for, by what decides it.
+_too_large: dict[tuple[object, ...], int] = {}
+
+
+def _dense_configs(block_m: int, tile: int) -> list[tuple[int, int, int]]:
+    """Return (query rows, keys of a tile, stages) from a wish down to what fits anywhere."""
+    rows = [m for m in (32, 16) if m <= block_m]
+    wished = [(block_m, tile, 2), (block_m, tile // 2, 2), (block_m, tile, 1), *[(m, 16, n) for m in rows for n in (2, 1)]]
+    # Tiles of 16 keys with 64 rows of queries read memory that is not theirs when Triton 3.6 compiles them.
+    return [config for config in wished if config[1] > 16 or config[0] <= 32]
 
 
 def _attend_by_torch(
