@@ -270,7 +270,7 @@ def test_a_plain_call_at_once_gives_the_same_bits(
     batch.block_table = torch.stack((batch.block_table.to(index),) * 2, -1)[..., 0]
     batch.seq_lens = batch.seq_lens.to(index).repeat_interleave(2)[::2]
     batch.query_start_loc = batch.query_start_loc.to(index)
-    expected = batch.attend(backend="cpu", sliding_window=2**30)  # an option, which is the long way
+    expected = batch.attend(backend="cpu", sinks=torch.full((6,), -torch.inf))  # an option, which is the long way
     inputs = (batch.query, batch.kv_cache, batch.block_table, batch.seq_lens, batch.query_start_loc, created)
     out = torch.full((tokens, 8, 96), torch.nan, dtype=dtype)[:, 1:7]
     plain = AttentionOptions(softmax_scale=64**-0.5)
@@ -283,6 +283,26 @@ def test_a_plain_call_at_once_gives_the_same_bits(
         assert torch.equal(made, expected)
     wide = created.allocate(2 * batch.kv_cache.shape[0])[::2].copy_(batch.kv_cache)  # caches of one layout, other strides
     assert not cpu.attend_at_once(batch.query, wide, *inputs[2:], plain, out, None, None)
+    assert not calls
+
+
+@needs_tensor_calls
+@pytest.mark.parametrize(
+    ("window", "sinks", "sliding"), [(9, 2, 0), (3, 0, 0), (0, 5, 0), (9, 2, 12), (70, 3, 0), (0, 0, 7)]
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_windows_at_once_give_the_same_bits(
+    window: int, sinks: int, sliding: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+):
+    """Catches a raw row of another place, dtype or stride than Python's way reads; windows and first tokens share a tile."""
+    batch = Batch.make(KVCacheLayout.create("int4", num_kv_heads=2, head_size=64), SEQ_LENS, QUERY_LENS, 6)
+    options = {**(batch.raw(window, sinks, dtype=dtype) if window or sinks else {}), "sliding_window": sliding}
+    expected = batch.attend(backend="cpu", sinks=torch.full((6,), -torch.inf), **options)  # an option of the long way
+    exact = batch.attend(backend="reference", **options)
+    assert float((expected - exact).norm() / exact.norm()) < 1e-3
+    calls: list[int] = []
+    monkeypatch.setattr(cpu, "paged_attention", lambda *_: calls.append(1))
+    assert torch.equal(batch.attend(backend="cpu", **options), expected)
     assert not calls
 
 

@@ -18,6 +18,7 @@ import torch
 
 from nibblekv.layout import KVCacheLayout
 from nibblekv.ops import gather_and_dequantize, paged_attention, reshape_and_cache
+from nibblekv.plan import split_window
 
 __all__ = ["MAX_ERROR", "SHAPES", "bench_attention_cpu"]
 
@@ -48,7 +49,7 @@ def bench_attention_cpu(
     first step calls it. write: one token's keys and values, beside a 16-bit index_put of both.
 
     Args:
-        formats: names in `FORMATS`.
+        formats: names in `FORMATS`; with a suffix (`int4+w32s4`) decode alone, with a raw window and sinks.
         backend: see `select_backend`.
         contexts, prefill_tokens: tokens.
         threads: of torch; its setting is restored.
@@ -68,7 +69,9 @@ def bench_attention_cpu(
             for shape in SHAPES:
                 for name in formats:
                     jobs = [_decode(shape, name, backend, context) for context in contexts]
-                    for make in (*jobs, _prefill(shape, name, backend, prefill_tokens), _write(shape, name, backend)):
+                    if split_window(name)[0] == name:  # a window changes what a decoded token reads
+                        jobs += [_prefill(shape, name, backend, prefill_tokens), _write(shape, name, backend)]
+                    for make in jobs:
                         op, label, ours, theirs, error = make()
                         progress(f"{op} {label} {name}, {count} threads")
                         row = _row(ours, theirs, error, repeats if op != "prefill" else max(3, repeats // 2))
@@ -110,7 +113,9 @@ def _decode(shape: tuple[int, int, int], name: str, backend: str, context: int) 
     def make() -> tuple[str, str, Calls, Arrangements, float | None]:
         heads, kv_heads, head_size = shape
         states = [_State(shape, name, context, 1) for _ in range(LAYERS)]
-        ours: Calls = [partial(paged_attention, *state.inputs, out=state.out, backend=backend) for state in states]
+        ours: Calls = [
+            partial(paged_attention, *state.inputs, out=state.out, backend=backend, **state.raw) for state in states
+        ]
         theirs: Arrangements = {}
         for dtype in (torch.bfloat16, torch.float32):
             packed, grouped = f"SDPA {_short(dtype)}, packed heads", f"SDPA {_short(dtype)}, enable_gqa"
@@ -180,7 +185,8 @@ class _State:
             return torch.randn(count, of, head_size, generator=gen).to(torch.bfloat16)
 
         self.query, self.key, self.value = rows(queries, heads), rows(tokens, kv_heads), rows(tokens, kv_heads)
-        self.layout = KVCacheLayout.create(name, num_kv_heads=kv_heads, head_size=head_size)
+        base, window, sinks = split_window(name)
+        self.layout = KVCacheLayout.create(base, num_kv_heads=kv_heads, head_size=head_size)
         num_blocks = -(-tokens // self.layout.block_size)
         kv_cache = self.layout.allocate(num_blocks)
         order = torch.randperm(num_blocks, generator=gen)  # pages as a server leaves them
@@ -192,14 +198,25 @@ class _State:
             torch.tensor([0, queries], dtype=torch.int32), self.layout,
         )  # fmt: skip
         self.out = torch.full((queries, heads, head_size), torch.nan, dtype=torch.bfloat16)
+        self.unquantized = (position < sinks) | (position >= tokens - window)
+        self.raw: dict[str, Any] = {}
+        if window or sinks:
+            kept = position[self.unquantized]
+            places = torch.where(kept < sinks, kept, sinks + (kept - sinks) % max(window, 1))
+            self.raw = {"raw_window": window, "raw_sinks": sinks}
+            for side, whole in (("raw_key", self.key), ("raw_value", self.value)):
+                self.raw[side] = torch.empty(1, sinks + window, kv_heads, head_size, dtype=torch.bfloat16)
+                self.raw[side][0, places] = whole[kept]
 
     def error(self, query: torch.Tensor, backend: str) -> float:
         """Return the relative error of the last queries' rows against float64 over the same pages, float32 output."""
         _, kv_cache, table, seq_lens, _, layout = self.inputs
         starts = torch.tensor([0, query.shape[0]], dtype=torch.int32)
-        out = paged_attention(query.float(), kv_cache, table, seq_lens, starts, layout, backend=backend)
+        out = paged_attention(query.float(), kv_cache, table, seq_lens, starts, layout, backend=backend, **self.raw)
         assert isinstance(out, torch.Tensor)
         key, value = gather_and_dequantize(kv_cache, table[0], int(seq_lens), layout)
+        if self.raw:
+            key[self.unquantized], value[self.unquantized] = (x[self.unquantized].float() for x in (self.key, self.value))
         key, value = (x.double().transpose(0, 1)[None] for x in (key, value))
         length, count = key.shape[2], query.shape[0]
         mask = torch.arange(length)[None, :] <= torch.arange(length - count, length)[:, None]

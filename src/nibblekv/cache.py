@@ -440,10 +440,15 @@ class PagedKVCache:
         if self._raw_rows and (checked is None or not in_place):
             raw = self._raw_of_step(step, layer, key, value, strict)
         if checked is not None and query.shape[0] == step.slot_mapping.shape[0]:
-            backend_attend, attention_options = checked
+            at_once, backend_attend, attention_options = checked
             if raw:
                 attention_options = dataclasses.replace(attention_options, **raw)
             out = query.new_empty(*query.shape[:2], layout.head_size_v)
+            if at_once is not None and at_once(
+                query, kv_cache, step.block_table, step.seq_lens, step.query_start_loc, layout, attention_options, out,
+                step.max_query_len, step.max_seq_len,
+            ):  # fmt: skip
+                return out
             backend_attend(
                 query, kv_cache, step.block_table, step.seq_lens, step.query_start_loc, layout, attention_options,
                 out, None, None, None, step.max_query_len, step.max_seq_len,
@@ -475,7 +480,8 @@ class PagedKVCache:
             module = select_backend(self.backend, layout, attention_options, query.device)
             if raw and not in_place:  # hold no rows that no call will read again
                 attention_options = dataclasses.replace(attention_options, raw_key=None, raw_value=None)
-            self._remember(kind, (module.paged_attention, attention_options))
+            at_once = getattr(module, "attend_at_once", None)
+            self._remember(kind, (at_once, module.paged_attention, attention_options))
         return result
 
     def gather(self, seq_id: int, layer: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

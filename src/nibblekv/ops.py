@@ -187,7 +187,7 @@ def paged_attention(
     if softmax_scale is None:
         softmax_scale = layout.head_size**-0.5
     opts = make_options(softmax_scale, options) if options else _plain_options(softmax_scale)
-    if key is None and value is None and not return_lse and not (on_cpu and options):
+    if key is None and value is None and not return_lse:
         at_once = attend_at_once(backend, "cpu" if on_cpu else "cuda")
         if at_once is not None:  # what it does not take is checked again below, which says what is wrong
             rows = out

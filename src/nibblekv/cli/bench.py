@@ -44,7 +44,7 @@ ATTENTION_COLUMNS: Columns = {
     "baseline_us": ("baseline us", "{:,.1f}".format),
     "ratio": ("times faster", "{:.2f}".format),
 }
-ATTENTION_FORMATS_HELP = f"Comma-separated: {', '.join(FORMATS)}; cuda: int4+w32s4 (window, sinks) too."
+ATTENTION_FORMATS_HELP = f"Comma-separated: {', '.join(FORMATS)}; int4+w32s4 (window, sinks) too."
 CUDA_COLUMNS: Columns = {
     "op": ("operation", str),
     "shape": ("shape", str),
@@ -126,7 +126,7 @@ def attention(
         raise ValueError("shapes, resume, plot: expected only with --device cuda")
     names = split_list(formats)
     for name in names:
-        get_format(split_window(name)[0] if device == "cuda" else name)
+        get_format(split_window(name)[0])
     with progress_bar() as progress:
         if device == "cpu":
             rows = benchmarking.bench_attention_cpu(names, progress=lambda line: progress(line, 0, 0))

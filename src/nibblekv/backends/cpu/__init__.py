@@ -35,6 +35,10 @@ TORCH_QUERIES = 64
 # Values of a query that are widened at once, 8 MB: more leave the caches, fewer heads torch balances badly over threads.
 WIDE_VALUES = 1 << 21
 CHECKS_PAGES = True
+_AT_ONCE = ("softmax_scale", "sliding_window", "raw_key", "raw_value", "raw_window", "raw_sinks")
+_NOT_AT_ONCE = tuple(
+    (field.name, field.default) for field in dataclasses.fields(AttentionOptions) if field.name not in _AT_ONCE
+)
 
 
 def supports(layout: KVCacheLayout, options: AttentionOptions | None, device: torch.device) -> str | None:
@@ -72,17 +76,23 @@ def attend_at_once(
     max_query_len: int | None,
     max_seq_len: int | None,
 ) -> bool:
-    """Check a call without options and attend in one call of the library; see `nibblekv.paged_attention`.
+    """Check a call and attend in one call of the library, without options or with windows; see `nibblekv.paged_attention`.
 
     Returns:
-        False, with nothing written, where an argument is wrong, or a cache of this layout and these strides is new.
+        False, with nothing written, where an argument is wrong, another option is given, or a cache of this layout and
+        these strides is new.
     """
     shape, attend = cache_shapes.get(id(layout)), attend_tensors()
     if shape is None or attend is None:
         return False
+    given = options.__dict__
+    for name, default in _NOT_AT_ONCE:
+        if given[name] is not default:
+            return False
     return attend(
-        shape, query, kv_cache, block_table, seq_lens, query_start_loc, out, options.softmax_scale, torch.get_num_threads()
-    )
+        shape, query, kv_cache, block_table, seq_lens, query_start_loc, out, options.raw_key, options.raw_value,
+        options.softmax_scale, options.sliding_window, options.raw_window, options.raw_sinks, torch.get_num_threads(),
+    )  # fmt: skip
 
 
 def paged_attention(

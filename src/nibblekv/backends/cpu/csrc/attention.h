@@ -646,8 +646,9 @@ static void attend_pages(Context& c, int64_t first, int64_t n, const Pages& page
   weigh_float(c, w.states.pages, groups * 16);
 }
 
-// Tokens [first, first + n) of the queries' own keys and values, or of those kept unquantized.
-static void attend_raw(Context& c, int64_t first, int64_t n, bool own, const Bits* bits, const Seen* seen) {
+// Tokens [first, first + n) of the queries' own keys and values, or of those kept unquantized: then with the first `lead` of
+// the sequence in front of them, if no option asks for a token's position.
+static void attend_raw(Context& c, int64_t first, int64_t n, bool own, const Bits* bits, const Seen* seen, int64_t lead = 0) {
   const AttentionArgs& a = c.a;
   const int64_t key_stride = own ? a.key_token_stride : a.raw_key_row_stride;
   const int64_t value_stride = own ? a.value_token_stride : a.raw_value_row_stride;
@@ -657,13 +658,14 @@ static void attend_raw(Context& c, int64_t first, int64_t n, bool own, const Bit
   const uint8_t* values = own ? a.value + c.item.head * a.value_head_stride
                               : a.raw_value + c.item.seq * a.raw_value_seq_stride + c.item.head * a.raw_value_head_stride;
   Workspace& w = c.w;
-  const int64_t padded = (n + 15) / 16 * 16, size = c.g.k.head_size, size_v = c.g.v.head_size;
   float sums[kMaxRows];
   auto place = [&](int64_t t) {
-    const int64_t at = first + t;
+    const int64_t at = t < lead ? t : first + t - lead;
     if (own) return at + c.begin - c.context_len;
     return at < a.raw_sinks ? at : a.raw_sinks + (at - a.raw_sinks) % a.raw_ring;
   };
+  n += lead;
+  const int64_t padded = (n + 15) / 16 * 16, size = c.g.k.head_size, size_v = c.g.v.head_size;
   // Rows of one head lie too far apart for the machine's own prefetching.
   const int64_t key_bytes = size * (key_dtype == kFloat32 ? 4 : 2), value_bytes = size_v * (value_dtype == kFloat32 ? 4 : 2);
   for (int64_t t = 0; t < n; ++t) {
@@ -828,10 +830,25 @@ static void attend_split(Context& c, int64_t from, int64_t to, bool last) {
   if (!last) return;
   if (c.ring) {
     const int64_t sinks = min64(c.a.raw_sinks, c.paged_len);
-    raw_tiles(0, sinks, false);
     // Nothing but a multimodal prefix lets a causal query see a later token.
     const int64_t end = c.causal && !c.a.mm_count ? min64(c.paged_len, c.position(c.rows - 1) + 1) : c.paged_len;
-    if (c.a.raw_window > 0) raw_tiles(max64(sinks, c.position(0) - c.a.raw_window + 1), end, false);
+    const int64_t start = c.a.raw_window > 0 ? max64(sinks, c.position(0) - c.a.raw_window + 1) : end;
+    if (sinks > 0 && start < end && sinks + end - start <= 64 && !c.special) {
+      // One tile costs half as much as two. Its rows may see nothing of one part, or of both.
+      Bits leading[kMaxRows];
+      const bool sees_first = see(0, sinks, Form::kRaw);
+      for (int64_t r = 0; r < c.rows; ++r) leading[r] = bits[r];
+      if (see(start, end - start, Form::kRaw) || sees_first) {
+        for (int64_t r = 0; r < c.rows; ++r) {
+          bits[r].word[0] = bits[r].word[0] << sinks | leading[r].word[0];
+          seen[r] = bits[r].word[0] ? kSome : kNone;
+        }
+        attend_raw(c, start, end - start, false, bits, seen, sinks);
+      }
+    } else {
+      raw_tiles(0, sinks, false);
+      raw_tiles(start, end, false);
+    }
   }
   if (c.own) raw_tiles(c.context_len, c.seq_len, true);
 }

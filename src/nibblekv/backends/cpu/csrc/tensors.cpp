@@ -1,4 +1,4 @@
-// A plain attention call straight from torch's tensors. Reading and checking them one by one in Python touches thousands of
+// An attention call, plain or with windows, straight from torch's tensors. Reading and checking them one by one in Python touches thousands of
 // cache lines, which a step of a model has pushed out since the last call. Tensors are read by the table of functions that
 // torch publishes for DLPack (https://dmlc.github.io/dlpack/latest/c_api.html): nothing here is compiled against torch.
 #if __has_include(<Python.h>)
@@ -57,24 +57,53 @@ int64_t float_type(const Tensor& t) {
   return t.code == kBfloat && t.bits == 16 ? int64_t{kBFloat16} : -1;
 }
 
-// Whether the sequences' lengths and first queries agree with each other, the queries and the block table.
-bool lengths_fit(const AttentionArgs& a, int64_t num_tokens, int64_t capacity) {
-  int64_t begin = load_index(a.query_start_loc, a.query_start_stride, a.query_start_is_64, 0);
-  if (begin != 0) return false;
+// The longest query where the sequences' lengths and first queries agree with each other, the queries and the block table,
+// else -1.
+int64_t longest_query(const AttentionArgs& a, int64_t num_tokens, int64_t capacity) {
+  int64_t begin = load_index(a.query_start_loc, a.query_start_stride, a.query_start_is_64, 0), longest = 0;
+  if (begin != 0) return -1;
   for (int64_t seq = 0; seq < a.num_seqs; ++seq) {
     const int64_t end = load_index(a.query_start_loc, a.query_start_stride, a.query_start_is_64, seq + 1);
     const int64_t seq_len = load_index(a.seq_lens, a.seq_lens_stride, a.seq_lens_are_64, seq);
-    if (end < begin || seq_len < end - begin || seq_len > capacity) return false;
+    if (end < begin || seq_len < end - begin || seq_len > capacity) return -1;
+    if (end - begin > longest) longest = end - begin;
     begin = end;
   }
-  return begin == num_tokens;
+  return begin == num_tokens ? longest : -1;
 }
 
 const uint8_t* bytes(const Tensor& t) { return static_cast<const uint8_t*>(t.data); }
 
-// Fills a record for a call without options; false where an argument is not as `nibblekv.paged_attention` says, or needs
-// the long way to be seen to be.
-bool fill(const CacheShape& known, PyObject* const* objects, double softmax_scale, int64_t num_threads, AttentionArgs* a) {
+// Adds unquantized rows, or None, to a record; false where they are not as `nibblekv.AttentionOptions` says.
+bool add_raw(PyObject* const* objects, int64_t longest, AttentionArgs* a) {
+  if (objects[0] == Py_None && objects[1] == Py_None) return a->raw_window == 0 && a->raw_sinks == 0;
+  Tensor key, value;
+  if (!read(objects[0], 4, &key) || !read(objects[1], 4, &value)) return false;
+  if (a->raw_window < 0 || a->raw_sinks < 0 || (a->raw_window == 0 && a->raw_sinks == 0)) return false;
+  const Geometry& g = *a->geometry;
+  const int64_t dtype = float_type(key), element = key.bits / 8, rows = key.shape[1];
+  if (dtype < 0 || float_type(value) != dtype || value.shape[1] != rows) return false;
+  const Tensor* both[] = {&key, &value};
+  for (const Tensor* raw : both)
+    if (raw->shape[0] != a->num_seqs || raw->shape[2] != g.num_kv_heads || raw->strides[3] != 1) return false;
+  if (key.shape[3] != g.k.head_size || value.shape[3] != g.v.head_size) return false;
+  a->raw_ring = rows - a->raw_sinks;
+  if (a->raw_ring < (a->raw_window > 0 ? a->raw_window + longest - 1 : 0)) return false;
+  a->raw_key = bytes(key);
+  a->raw_value = bytes(value);
+  a->raw_key_seq_stride = key.strides[0] * element;
+  a->raw_key_row_stride = key.strides[1] * element;
+  a->raw_key_head_stride = key.strides[2] * element;
+  a->raw_value_seq_stride = value.strides[0] * element;
+  a->raw_value_row_stride = value.strides[1] * element;
+  a->raw_value_head_stride = value.strides[2] * element;
+  a->raw_dtype = dtype;
+  return true;
+}
+
+// Fills a record, but for its numbers; false where an argument is not as `nibblekv.paged_attention` says, or needs the long
+// way to be seen to be.
+bool fill(const CacheShape& known, PyObject* const* objects, PyObject* const* raw, AttentionArgs* a) {
   Tensor query, cache, table, lengths, starts, out;
   if (!read(objects[0], 3, &query) || !read(objects[1], static_cast<int>(known.dims), &cache) ||
       !read(objects[2], 2, &table) || !read(objects[3], 1, &lengths) || !read(objects[4], 1, &starts) ||
@@ -91,7 +120,7 @@ bool fill(const CacheShape& known, PyObject* const* objects, double softmax_scal
   if (out.shape[0] != num_tokens || out.shape[1] != heads || out.shape[2] != g.v.head_size || out.strides[2] != 1)
     return false;
   if (table.shape[0] != num_seqs || starts.shape[0] != num_seqs + 1) return false;
-  if (!(std::isfinite(softmax_scale) && softmax_scale > 0)) return false;
+  if (!(std::isfinite(a->softmax_scale) && a->softmax_scale > 0) || a->sliding_window < 0) return false;
   const int64_t element = query.bits / 8;
   a->geometry = &g;
   a->kv_cache = bytes(cache);
@@ -117,20 +146,26 @@ bool fill(const CacheShape& known, PyObject* const* objects, double softmax_scal
   a->num_blocks = cache.shape[0];
   a->causal = 1;
   a->chunk_lookback = -1;
-  a->num_threads = num_threads;
-  a->softmax_scale = softmax_scale;
-  return lengths_fit(*a, num_tokens, table.shape[1] * g.block_size);
+  const int64_t longest = longest_query(*a, num_tokens, table.shape[1] * g.block_size);
+  return longest >= 0 && add_raw(raw, longest, a);
 }
 
-// attend(shape, query, kv_cache, block_table, seq_lens, query_start_loc, out, softmax_scale, num_threads) -> bool
+// attend(shape, query, kv_cache, block_table, seq_lens, query_start_loc, out, raw_key, raw_value, softmax_scale,
+//        sliding_window, raw_window, raw_sinks, num_threads) -> bool
 PyObject* attend(PyObject*, PyObject* const* objects, Py_ssize_t count) {
-  if (count != 9 || !exchange || !PyFloat_CheckExact(objects[7])) Py_RETURN_FALSE;
+  if (count != 14 || !exchange || !PyFloat_CheckExact(objects[9])) Py_RETURN_FALSE;
   const void* known = PyLong_AsVoidPtr(objects[0]);
-  const int64_t num_threads = PyLong_AsLongLong(objects[8]);
-  if (PyErr_Occurred()) return nullptr;
   AttentionArgs args{};
-  if (!fill(*static_cast<const CacheShape*>(known), objects + 1, PyFloat_AS_DOUBLE(objects[7]), num_threads, &args))
+  args.softmax_scale = PyFloat_AS_DOUBLE(objects[9]);
+  args.sliding_window = PyLong_AsLongLong(objects[10]);
+  args.raw_window = PyLong_AsLongLong(objects[11]);
+  args.raw_sinks = PyLong_AsLongLong(objects[12]);
+  args.num_threads = PyLong_AsLongLong(objects[13]);
+  if (PyErr_Occurred()) {
+    PyErr_Clear();
     Py_RETURN_FALSE;
+  }
+  if (!fill(*static_cast<const CacheShape*>(known), objects + 1, objects + 7, &args)) Py_RETURN_FALSE;
   int status;
   Py_BEGIN_ALLOW_THREADS
   status = nibblekv_attention(&args);
