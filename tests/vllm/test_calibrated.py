@@ -329,9 +329,11 @@ def test_auto_without_a_file_says_so_and_runs(engine, monkeypatch):
     said: list[str] = []
     monkeypatch.setattr(attention.logger, "warning_once", lambda message, *values: said.append(message))
     layers = engine("auto")
-    layers["0"] = Layer("0", make_impl("cpu"))
+    for name in ("0", "1", "2"):
+        layers[name] = Layer(name, make_impl("cpu"))
     load_weights(layers)
-    assert layers["0"].impl.nibblekv_calibration is None
+    assert all(layer.impl.nibblekv_calibration is None for layer in layers.values())
+    # Once: each search reads the checkpoint.
     assert said == ["NIBBLEKV_CALIBRATION=auto: no calibration was saved for this model, so it runs without."]
 
 

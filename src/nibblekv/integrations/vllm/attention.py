@@ -522,6 +522,9 @@ def _calibrate(layers: dict[str, Any], setting: str, checkpoint: Checkpoint) -> 
         found = load_file(setting, checkpoint)
         if found is None:
             logger.warning_once("NIBBLEKV_CALIBRATION=auto: no calibration was saved for this model, so it runs without.")
+            for layer in layers.values():  # or every layer would read the checkpoint to search again
+                if isinstance(impl := getattr(layer, "impl", None), QuantizedAttention):
+                    impl.nibblekv_checkpoint = None
             return
         path, calibration = found
         owners = [
