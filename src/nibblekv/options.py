@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 
-__all__ = ["AttentionOptions", "make_options"]
+__all__ = ["AttentionOptions", "defaults_beside", "make_options"]
 
 
 @dataclass(frozen=True)
@@ -147,6 +147,12 @@ _TENSORS: tuple[tuple[str, str, tuple[int | str, ...]], ...] = (
     ("output_scale", "float", (1,)),
 )
 _DEFAULTS = {field.name: field.default for field in fields(AttentionOptions)}
+
+
+def defaults_beside(names: Collection[str]) -> tuple[tuple[str, Any], ...]:
+    """Return (name, default) of every option that is not in `names`: what a call must leave as it is where only those are
+    served."""
+    return tuple((name, default) for name, default in _DEFAULTS.items() if name not in names)
 
 
 def make_options(softmax_scale: float, options: dict[str, Any]) -> AttentionOptions:

@@ -26,7 +26,7 @@ from nibblekv.backends.cpu._library import (
     unavailable_reason,
 )
 from nibblekv.layout import KVCacheLayout
-from nibblekv.options import AttentionOptions
+from nibblekv.options import AttentionOptions, defaults_beside
 
 __all__ = ["attend_at_once", "paged_attention", "reshape_and_cache", "supports", "unavailable_reason"]
 
@@ -36,9 +36,7 @@ TORCH_QUERIES = 64
 WIDE_VALUES = 1 << 21
 CHECKS_PAGES = True
 _AT_ONCE = ("softmax_scale", "sliding_window", "raw_key", "raw_value", "raw_window", "raw_sinks")
-_NOT_AT_ONCE = tuple(
-    (field.name, field.default) for field in dataclasses.fields(AttentionOptions) if field.name not in _AT_ONCE
-)
+_NOT_AT_ONCE = defaults_beside(_AT_ONCE)
 
 
 def supports(layout: KVCacheLayout, options: AttentionOptions | None, device: torch.device) -> str | None:

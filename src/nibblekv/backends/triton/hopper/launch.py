@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 
@@ -14,7 +14,7 @@ from nibblekv.backends.triton.hopper.kernels import combine_kernel, decode_kerne
 from nibblekv.backends.triton.launch import launch, scratch
 from nibblekv.formats import SCALE_WORD_BYTES
 from nibblekv.layout import KVCacheLayout
-from nibblekv.options import AttentionOptions
+from nibblekv.options import AttentionOptions, defaults_beside
 from nibblekv.rotation import RotationKind, rotation_signs
 
 __all__ = ["Plan", "decode", "plan", "supports"]
@@ -27,7 +27,7 @@ LOG2_E = 1.4426950408889634
 _SERVED = (
     "softmax_scale", "causal", "sliding_window", "host_lengths", "raw_key", "raw_value", "raw_window", "raw_sinks"
 )  # fmt: skip
-_UNSERVED = tuple((field.name, field.default) for field in fields(AttentionOptions) if field.name not in _SERVED)
+_UNSERVED = defaults_beside(_SERVED)
 
 
 @dataclass(frozen=True)
