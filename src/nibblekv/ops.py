@@ -190,14 +190,13 @@ def paged_attention(
     if key is None and value is None and not return_lse:
         at_once = attend_at_once(backend, "cpu" if on_cpu else "cuda")
         if at_once is not None:  # what it does not take is checked again below, which says what is wrong
-            rows = out
-            if rows is None and query.dim() == 3:
+            if out is None and query.dim() == 3:
                 dtype = query.dtype if opts.output_scale is None else torch.float8_e4m3fn
-                rows = query.new_empty((query.shape[0], query.shape[1], layout.head_size_v), dtype=dtype)
-            if rows is not None and at_once(
-                query, kv_cache, block_table, seq_lens, query_start_loc, layout, opts, rows, max_query_len, max_seq_len
+                out = torch.empty((query.shape[0], query.shape[1], layout.head_size_v), dtype=dtype, device=query.device)
+            if out is not None and at_once(
+                query, kv_cache, block_table, seq_lens, query_start_loc, layout, opts, out, max_query_len, max_seq_len
             ):
-                return rows
+                return out
     layout.check(kv_cache)
     device, index = query.device, query.get_device()
     if not (  # the checks of _check_inputs at once: one by one they take longer than a launch

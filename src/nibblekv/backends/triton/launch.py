@@ -132,12 +132,11 @@ def replay(
     if first.is_cpu:
         body()
         return
-    key, addresses = _name_call(metadata, inputs)
-    known = _replays.get(key)
-    if known is not None and not (_hooks.launch_enter_hook.calls or _hooks.launch_exit_hook.calls):
+    key, addresses, known = _find_call(metadata, inputs)
+    if known is not None:
         known(addresses, first.device)
         return
-    if known is None and key in _replays:
+    if key in _replays:
         body()
         return
     _state.recorder = recorder = Recorder(inputs)
@@ -152,20 +151,21 @@ def replay(
 
 def repeat(metadata: tuple[Any, ...], inputs: tuple[torch.Tensor | None, ...], device: torch.device) -> bool:
     """Repeat the launches of a call that `replay` knows, on its inputs; False, with nothing launched, if it does not."""
-    key, addresses = _name_call(metadata, inputs)
-    known = _replays.get(key)
-    if known is None or _hooks.launch_enter_hook.calls or _hooks.launch_exit_hook.calls:
+    _, addresses, known = _find_call(metadata, inputs)
+    if known is None:
         return False
     known(addresses, device)
     return True
 
 
-def _name_call(
+def _find_call(
     metadata: tuple[Any, ...], inputs: tuple[torch.Tensor | None, ...]
-) -> tuple[tuple[Any, ...], list[int | None]]:
-    """Return what a call is known by, and the addresses of its inputs."""
+) -> tuple[tuple[Any, ...], list[int | None], Replay | None]:
+    """Return what a call is known by, the addresses of its inputs, and what repeats it: None while hooks watch launches."""
     addresses = [None if t is None else t.data_ptr() for t in inputs]
-    return (inputs[0].get_device(), *metadata, *[a and a % _ALIGNMENT for a in addresses]), addresses  # type: ignore[union-attr]
+    key = (inputs[0].get_device(), *metadata, *[a and a % _ALIGNMENT for a in addresses])  # type: ignore[union-attr]
+    hooked = _hooks.launch_enter_hook.calls or _hooks.launch_exit_hook.calls
+    return key, addresses, None if hooked else _replays.get(key)
 
 
 _hooks: Any = triton.knobs.runtime

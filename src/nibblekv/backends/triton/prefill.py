@@ -644,7 +644,7 @@ def _dense_configs(block_m: int, tile: int) -> list[tuple[int, int, int]]:
     rows = [m for m in (32, 16) if m <= block_m]
     wished = [(block_m, tile, 2), (block_m, tile // 2, 2), (block_m, tile, 1), *[(m, 16, n) for m in rows for n in (2, 1)]]
     # Tiles of 16 keys with 64 rows of queries read memory that is not theirs when Triton 3.6 compiles them.
-    return [config for config in wished if config[1] > 16 or config[0] <= 32]
+    return [config for config in dict.fromkeys(wished) if config[1] > 16 or config[0] <= 32]
 
 
 def _attend_by_torch(
